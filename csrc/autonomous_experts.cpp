@@ -7,9 +7,6 @@
 // P, the row map and C are kept, C as `c_TKR` or as `c_NR`. G = C W_up, a small product, is
 // recomputed or, on request, kept. If a main gradient is given, the backward pass adds the weight's
 // gradient to it.
-//
-// `packed` is empty, or has what pack_weights() made of W_up and of its transpose, and the same of
-// W_p and of W_out.
 #include <ATen/ops/_softmax_backward_data.h>
 
 #include <optional>
@@ -64,8 +61,8 @@ StoreRows rows_to(at::Tensor& out) {
 }
 
 // out = x v + y w, where the rows of each group are multiplied by the group's matrices.
-void add_products(at::Tensor& out, const at::Tensor& x, const GroupedWeights& v,
-                  const at::Tensor& y, const GroupedWeights& w, const at::Tensor& groups) {
+void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, const at::Tensor& y,
+                  const at::Tensor& w, const at::Tensor& groups) {
   const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};
   if (fused_gemm({first, second}, groups, out.size(0), rows_to(out))) return;
   grouped_gemm_out(out, x, v, groups);
@@ -86,14 +83,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
     const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c_TKR,
     const std::optional<at::Tensor>& norms, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::TensorList packed,
-    bool keep_g) {
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool keep_g) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
-  check_packed(packed, 6);
-  const auto up = with_blocks(w_up, packed, 0), p_weights = with_blocks(w_p, packed, 2),
-             out = with_blocks(w_out, packed, 4);
   const auto tokens = with_dense_rows(x);
   const auto c_2d = c_TKR ? with_dense_rows(c_TKR->flatten(0, 1)) : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
@@ -108,26 +101,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   for (const auto& block : blocks) {
     const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
+    auto p_products = block.product(p);
     const auto x_rows = map.gather(x_memory, tokens, block);
     auto c_rows = c_TKR ? at::Tensor() : block.product(c_NR);
     if (!c_TKR) grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+    grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
     const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
-    const FusedOperands of_gate{c_on_load, block.experts(up), {}},
-        of_up{rows_of(x_rows), {}, block.experts(p_weights)};
-
-    const auto g_rows = keep_g ? block.rows(g) : at::Tensor();
-    const auto epilogue = activate_rows(h, g_rows, p_rows, row_probs);
-    if (!fused_gemm({of_gate, of_up}, groups, block.num_rows, epilogue)) {
-      auto p_products = block.product(p);
-      grouped_gemm_out(p_products, x_rows, block.experts(p_weights), groups);
-      if (keep_g || !fused_swiglu_of_gate(h, of_gate, groups, p_rows, row_probs)) {
-        if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
-        auto g_products = keep_g ? block.product(g) : block.product(g_memory);
-        grouped_gemm_out(g_products, c_rows, block.experts(up), groups);
-        swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
-      }
+    if (keep_g ||
+        !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
+      if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
+      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
+      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
     }
-    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(out), groups);
+    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
   return {map.sum(map.only_rows(y)), map.only_rows(p), map.only_rows(c_NR), map.only_rows(g)};
 }
@@ -142,11 +129,10 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
                             const at::Tensor& c_NR, const at::Tensor& g,
                             const std::optional<at::Tensor>& main_up,
                             const std::optional<at::Tensor>& main_p,
-                            const std::optional<at::Tensor>& main_out, at::TensorList packed) {
+                            const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
-  check_packed(packed, 6);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   check_together(x, {dy, p, c_NR, g});
@@ -163,11 +149,6 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
   auto dc_NR = c_TKR ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
-  const auto transposed = [](const at::Tensor& w) { return w.transpose(1, 2); };
-  const auto up = with_blocks(w_up, packed, 0), up_t = with_blocks(transposed(w_up), packed, 1),
-             p_t = with_blocks(transposed(w_p), packed, 3),
-             out_t = with_blocks(transposed(w_out), packed, 5);
-  const GroupedWeights down_t = w_down ? transposed(*w_down) : at::Tensor();
   TransposedRows memory;
   std::optional<WeightGradient> dw_down;
   if (w_down) dw_down.emplace("w_down", *w_down, counts, memory);
@@ -186,6 +167,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
     const auto& groups = block.product_counts;
+    const auto transposed = [&](const at::Tensor& weight) {
+      return block.experts(weight).transpose(1, 2);
+    };
     at::Tensor c_rows;
     if (c_TKR) {
       c_rows = map.gather_choices(c_memory, c_2d, block);
@@ -199,18 +183,16 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     const auto p_rows = block.rows(p_2d), row_probs = block.rows(probs_of_rows);
-    const FusedOperands of_gate{rows_of(c_rows), block.experts(up), {}},
-        of_dh{rows_of(dy_rows), {}, block.experts(out_t)};
     if (has_g) {
-      swiglu_backward_of_product(to, dy_rows, block.experts(out_t), groups, block.rows(g), p_rows,
+      swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, block.rows(g), p_rows,
                                  row_probs, dh_memory);
-    } else if (!fused_swiglu_backward_of_gate(to, {of_gate, of_dh}, {}, groups, p_rows,
-                                              row_probs)) {
+    } else {
       auto dh_rows = dh_memory.rows(block.product_rows);
-      grouped_gemm_out(dh_rows, dy_rows, block.experts(out_t), groups);
-      if (!fused_swiglu_backward_of_gate(to, {of_gate}, dh_rows, groups, p_rows, row_probs)) {
+      grouped_gemm_out(dh_rows, dy_rows, transposed(w_out), groups);
+      if (!fused_swiglu_backward_of_gate(to, dh_rows, rows_of(c_rows), block.experts(w_up), groups,
+                                         p_rows, row_probs)) {
         auto g_products = block.product(g_memory);
-        grouped_gemm_out(g_products, c_rows, block.experts(up), groups);
+        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
         swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows),
                             g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
       }
@@ -222,15 +204,15 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     dg = block.product(dg_memory);
     dp = block.product(dp_memory);
     dw_up.take(block, c_rows, dg);
-    grouped_gemm_out(dc_rows, dg, block.experts(up_t), groups);
+    grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     const auto x_rows = map.gather(row_memory, tokens, block);
+    dw_p.take(block, x_rows, dp);
     if (c_TKR) {
-      dw_p.take(block, x_rows, dp);
-      grouped_gemm_out(dx_rows, dp, block.experts(p_t), groups);
+      grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
-    dw_p.take_with(*dw_down, block, x_rows, dp, dc_rows);
-    add_products(dx_rows, dp, block.experts(p_t), dc_rows, block.experts(down_t), groups);
+    dw_down->take(block, x_rows, dc_rows);
+    add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
   const auto dprobs = map.values_by_choice(dprobs_of_rows);
   if (norms) {
@@ -261,7 +243,7 @@ MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
     "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
     "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c_TKR, Tensor? norms, Tensor? main_up, "
-    "Tensor? main_p, Tensor? main_out, Tensor[] packed, bool keep_g) "
+    "Tensor? main_p, Tensor? main_out, bool keep_g) "
     "-> (Tensor y, Tensor p, Tensor c_NR, Tensor g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
@@ -269,7 +251,6 @@ MOE_PARALLEL_OPERATOR(
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c_TKR, Tensor? norms, "
     "Tensor p, Tensor c_NR, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
-    "Tensor(c!)? main_out, Tensor[] packed) "
-    "-> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
+    "Tensor(c!)? main_out) -> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc_TKR)",
     moe_parallel::autonomous_experts_backward)

@@ -28,11 +28,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("NEVER", moe_parallel::Fusing::kNever)
       .value("WHERE_FASTER", moe_parallel::Fusing::kWhereFaster)
       .value("ALWAYS", moe_parallel::Fusing::kAlways);
-  m.def(
-      "set_fusing", &moe_parallel::set_fusing,
-      "Whether products run in one kernel with the steps around them, for this process: never, "
-      "where that is faster (default), or wherever a kernel of CUDA takes them. Returns what held "
-      "before.");
+  m.def("set_fusing", &moe_parallel::set_fusing,
+        "Whether products on CUDA run in one kernel with the steps around them, for this process: "
+        "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
+        "before.");
   pybind11::enum_<moe_parallel::Tiling>(m, "Tiling")
       .value("WHERE_FASTER", moe_parallel::Tiling::kWhereFaster)
       .value("SQUARE", moe_parallel::Tiling::kSquare)
@@ -45,25 +44,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::enum_<moe_parallel::CpuProducts>(m, "CpuProducts")
       .value("BLAS", moe_parallel::CpuProducts::kBlas)
       .value("WHERE_FASTER", moe_parallel::CpuProducts::kWhereFaster)
-      .value("ONEDNN", moe_parallel::CpuProducts::kOneDnn)
-      .value("PACKED", moe_parallel::CpuProducts::kPacked);
+      .value("ONEDNN", moe_parallel::CpuProducts::kOneDnn);
   m.def("set_cpu_products", &moe_parallel::set_cpu_products,
-        "What computes large products on the CPU, for this process. BLAS: torch.mm. WHERE_FASTER "
-        "(default): what was measured to be faster on this processor. ONEDNN: oneDNN, for results "
-        "in fp32. PACKED: oneDNN's kernel for blocks, for products of the sizes of experts', and "
-        "the rest as ONEDNN. Returns what held before.");
-  const auto type_of = [](bool in_bf16) {
-    return in_bf16 ? moe_parallel::ScalarType::kBFloat16 : moe_parallel::ScalarType::kFloat32;
-  };
-  m.def(
-      "packs_products",
-      [type_of](bool in_bf16) { return moe_parallel::packs_large_products(type_of(in_bf16)); },
-      pybind11::arg("in_bf16"),
-      "Whether products in fp32, or in bf16, are now those of PACKED on this processor, if their "
-      "sizes are those of experts'.");
+        "Which library computes products with results in fp32 on the CPU, for this process: "
+        "torch.mm, what was measured to be faster on this processor (default), or oneDNN. Returns "
+        "what held before.");
   m.def(
       "has_fast_attention",
-      [type_of](bool in_bf16) { return moe_parallel::has_fast_attention(type_of(in_bf16)); },
+      [](bool in_bf16) {
+        return moe_parallel::has_fast_attention(in_bf16 ? moe_parallel::ScalarType::kBFloat16
+                                                        : moe_parallel::ScalarType::kFloat32);
+      },
       pybind11::arg("in_bf16"),
       "Whether attention in fp32, or in bf16, was measured to be faster than torch's on processors "
       "of this kind.");

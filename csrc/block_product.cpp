@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/capability.h"
 #include "cpu/parts.h"
 #include "onednn_product.h"
-#include "packing.h"
 
 namespace moe_parallel {
 namespace {
@@ -39,7 +39,7 @@ void multiply_by_aten(const BlockProduct& p) {
   }
 }
 
-// The same as transpose_words(), for words of another size.
+// The same as the kernel transpose_words, for words of another size.
 template <class Word>
 void transpose(const TransposeWords& task) {
   constexpr int64_t kBand = 16, kBytes = sizeof(Word);
@@ -95,12 +95,12 @@ void pack_left(const PackedRows& x, void* to) {
 
 void pack_right(const PackedRows& x, void* to) {
   if (x.type != ScalarType::kBFloat16) return pack_left(x, to);
-  pair_rows({.rows = static_cast<const uint16_t*>(x.rows),
-             .stride = x.stride,
-             .count = x.count,
-             .padded = x.padded,
-             .width = x.width,
-             .to = static_cast<uint32_t*>(to)});
+  kernels().pair_rows({.rows = static_cast<const uint16_t*>(x.rows),
+                       .stride = x.stride,
+                       .count = x.count,
+                       .padded = x.padded,
+                       .width = x.width,
+                       .to = static_cast<uint32_t*>(to)});
 }
 
 void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride) {
@@ -112,20 +112,20 @@ void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride) {
                             .columns = x.width,
                             .to = to,
                             .to_stride = to_stride * bytes};
-  if (x.type == ScalarType::kFloat32) return transpose_words(task);
+  if (x.type == ScalarType::kFloat32) return kernels().transpose_words(task);
   x.type == ScalarType::kFloat64 ? transpose<uint64_t>(task) : transpose<uint16_t>(task);
 }
 
 void pack_right_transposed(const PackedRows& x, void* to, int64_t to_stride) {
   if (x.type != ScalarType::kBFloat16) return pack_left_transposed(x, to, to_stride);
   // Two numbers of a row of x are one word, and two rows of x^T that lie side by side.
-  transpose_words({.from = x.rows,
-                   .stride = x.stride * 2,
-                   .rows = x.count,
-                   .padded = x.padded,
-                   .columns = x.width / 2,
-                   .to = to,
-                   .to_stride = to_stride * 4});
+  kernels().transpose_words({.from = x.rows,
+                             .stride = x.stride * 2,
+                             .rows = x.count,
+                             .padded = x.padded,
+                             .columns = x.width / 2,
+                             .to = to,
+                             .to_stride = to_stride * 4});
 }
 
 }  // namespace moe_parallel

@@ -1,9 +1,9 @@
 // Products of small dense matrices that stay in the caches, on one thread: c = a b or c += a b.
 //
 // oneDNN's kernel for blocks computes them where it is faster (onednn_product.h), and at::mm
-// elsewhere. The kernel wants the right factor in bf16 with two rows
-// side by side, number by number. It is compiled for each size, so sizes should be multiples of
-// kBlockUnit, and their number small.
+// elsewhere. The kernel wants the right factor in bf16 with two rows side by side, number by
+// number. It is compiled for each size, so sizes should be multiples of kBlockUnit, and their
+// number small.
 #pragma once
 
 #include <cstdint>
@@ -51,5 +51,28 @@ void pack_left(const PackedRows& x, void* to);
 void pack_right(const PackedRows& x, void* to);
 void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride);
 void pack_right_transposed(const PackedRows& x, void* to, int64_t to_stride);
+
+// Two tasks of packing, of which each capability of the processor has a kernel (cpu/capability.h).
+
+// to[c][r] = from[r][c], and 0 for the rows from `rows` to `padded`. Words have 32 bits and may be
+// unaligned; distances between rows are in bytes.
+struct TransposeWords {
+  const void* from;
+  int64_t stride;
+  int64_t rows, padded;
+  int64_t columns;
+  void* to;
+  int64_t to_stride;
+};
+
+// Two rows side by side, number by number, for every two rows, and zeros for the rows from `count`
+// to `padded`, which is even.
+struct PairRows {
+  const uint16_t* rows;  // [count, width], rows `stride` elements apart
+  int64_t stride;
+  int64_t count, padded;
+  int64_t width;
+  uint32_t* to;  // [padded / 2, width]; of a pair, the first row's number is in the lower half
+};
 
 }  // namespace moe_parallel

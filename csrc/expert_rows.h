@@ -40,9 +40,6 @@ struct RowBlock {
   // of scratch memory for the largest block.
   at::Tensor rows(const at::Tensor& t) const { return t.narrow(0, first_row, num_rows); }
   at::Tensor experts(const at::Tensor& w) const { return w.narrow(0, first_expert, num_experts); }
-  GroupedWeights experts(const GroupedWeights& w) const {
-    return w.of_groups(first_expert, num_experts);
-  }
   at::Tensor part(ScratchRows& memory) const { return memory.rows(num_rows); }
 
   // The rows of products: of a tensor that new_rows() made, and of scratch memory whose part() has
@@ -114,7 +111,7 @@ class ExpertRows {
     return gather_slots(memory, choices, block, 1);
   }
 
-  // The same rows for a fused product, which gathers them itself. x must have dense rows.
+  // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
   GatheredRows gathered(const at::Tensor& x, const RowBlock& block) const {
     return on_load(x, block, rows_.size(1));
   }

@@ -7,15 +7,26 @@
 #include <variant>
 
 #include "launch.h"
-#include "packed_product.h"
 
 namespace moe_parallel {
 namespace {
 
 std::atomic<Fusing> fusing{Fusing::kWhereFaster};
 
+// Returns nullopt if neither the rows nor the columns are dense.
+std::optional<GroupedMatrix> matrices_of(const at::Tensor& w) {
+  if (!w.defined()) return GroupedMatrix{};
+  const bool by_rows = w.stride(2) == 1, by_columns = !by_rows && w.stride(1) == 1;
+  if (!by_rows && !by_columns) return std::nullopt;
+  return GroupedMatrix{.data = w.const_data_ptr(),
+                       .stride = w.stride(by_columns ? 2 : 1),
+                       .group_stride = w.stride(0),
+                       .by_columns = by_columns,
+                       .is_cut = false};
+}
+
 std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
-  const auto& w = operands.begin()->first.matrices;  // the first operands always have it
+  const auto& w = operands.begin()->first;
   FusedProduct product{.type = scalar_type_of("w", w),
                        .parts = {},
                        .num_parts = 0,
@@ -27,8 +38,7 @@ std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
   for (const auto& part : operands) {
     const auto first = matrices_of(part.first), second = matrices_of(part.second);
     if (!first || !second) return std::nullopt;
-    const int64_t depth = (part.first.defined() ? part.first : part.second).matrices.size(1);
-    product.parts[product.num_parts++] = {part.a, *first, *second, depth};
+    product.parts[product.num_parts++] = {part.a, *first, *second, part.first.size(1)};
   }
   return product;
 }
@@ -72,19 +82,6 @@ bool run(FusedProduct product, const at::Tensor& where, const at::Tensor& counts
 
 }  // namespace
 
-std::optional<GroupedMatrix> matrices_of(const GroupedWeights& weights) {
-  if (!weights.defined()) return GroupedMatrix{};
-  const auto& w = weights.matrices;
-  const bool by_rows = w.stride(2) == 1, by_columns = !by_rows && w.stride(1) == 1;
-  if (!by_rows && !by_columns) return std::nullopt;
-  return GroupedMatrix{.data = w.const_data_ptr(),
-                       .stride = w.stride(by_columns ? 2 : 1),
-                       .group_stride = w.stride(0),
-                       .by_columns = by_columns,
-                       .is_cut = false,
-                       .blocks = weights.is_packed() ? weights.blocks.const_data_ptr() : nullptr};
-}
-
 GatheredRows rows_of(const at::Tensor& x) {
   return {.data = x.const_data_ptr(),
           .slots = nullptr,
@@ -94,14 +91,12 @@ GatheredRows rows_of(const at::Tensor& x) {
 }
 
 // Weak, so that no compiler inlines it: tests/cuda_host replaces it with the kernels of csrc/cuda.
-__attribute__((weak)) bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue) {
-  return packed_product(product, epilogue);
-}
+__attribute__((weak)) bool run_on_cpu(const FusedProduct&, const Epilogue&) { return false; }
 
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
                 const Epilogue& epilogue) {
   const auto product = product_of(operands, rows);
-  return product && run(*product, operands.begin()->first.matrices, counts, epilogue);
+  return product && run(*product, operands.begin()->first, counts, epilogue);
 }
 
 bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& epilogue) {

@@ -1,28 +1,21 @@
-// Grouped products that run in one kernel with the steps before and after them. If there is none
-// for a product, the callers run step by step.
+// Grouped products that run in one kernel with the steps before and after them. Such kernels exist
+// only for CUDA. If there is none for a product, the callers run step by step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
-#include <optional>
 
 #include "fused_product.h"
-#include "packed_weights.h"
 
 namespace moe_parallel {
 
 // Rows, and the matrices by which they are multiplied: one per group, [groups, depth, columns], or
-// a transposed view of that. `second` is undefined for a product with one accumulator. An
-// accumulator may have operands of its own, in which the other matrix is undefined. Only the CPU
-// takes that.
+// a transposed view of that. `second` is undefined for a product with one accumulator.
 struct FusedOperands {
   GatheredRows a;
-  GroupedWeights first, second;
+  at::Tensor first, second;
 };
-
-// Weights as kernels take them; nullopt if neither the rows nor the columns are dense.
-std::optional<GroupedMatrix> matrices_of(const GroupedWeights& weights);
 
 // The rows of a tensor with dense rows, in their order.
 GatheredRows rows_of(const at::Tensor& x);
@@ -40,8 +33,8 @@ bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& ep
 
 enum class Fusing { kNever, kWhereFaster, kAlways };
 
-// Sets the mode for the process and returns the previous one. kAlways uses every kernel of CUDA
-// that supports a product, even if it is not known to be faster.
+// Sets the mode for the process and returns the previous one. kAlways uses every kernel that
+// supports a product, even if it is not known to be faster.
 Fusing set_fusing(Fusing fusing);
 
 }  // namespace moe_parallel

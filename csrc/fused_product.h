@@ -1,6 +1,6 @@
-// Grouped products in one kernel with the steps before and after them. On CUDA's tensor cores the
+// Grouped products on CUDA's tensor cores, in one kernel with the steps before and after them. The
 // kernel gathers the rows while it loads them, and the epilogue works on sums that are still in
-// registers. On the CPU it works on the sums of 128 columns, which are still in the caches.
+// registers.
 //
 // A product has two accumulators, `first` and `second`, and each thread holds corresponding columns
 // of both. The accumulators belong either to two matrices, such as the gate and the up projection
@@ -21,7 +21,7 @@
 namespace moe_parallel {
 
 // Row n is data[slots[n] / choices], or zeros if slots[n] is out of range. Without slots, row n is
-// data[n]. The CPU raises an error if a slot lies beyond the source's rows.
+// data[n].
 struct GatheredRows {
   const void* data;      // [source_rows, depth], rows `stride` elements apart
   const int64_t* slots;  // [rows]; null: row n is data[n]
@@ -31,7 +31,6 @@ struct GatheredRows {
 };
 
 // The rows of each group times its matrices, [depth, columns], are added to `first` and `second`.
-// On the CPU a part may have one of them.
 struct ProductPart {
   GatheredRows a;
   GroupedMatrix first, second;
@@ -41,7 +40,7 @@ struct ProductPart {
 constexpr int kMostParts = 2;
 
 struct FusedProduct {
-  ScalarType type;  // on CUDA, kBFloat16 or kFloat16
+  ScalarType type;  // kBFloat16 or kFloat16
   ProductPart parts[kMostParts];
   int num_parts;
   const int64_t* offsets;  // [groups + 1], on the device; null: one group of all rows
@@ -67,7 +66,7 @@ struct StoreRows {
 struct ActivateRows {
   const float* probs;  // [rows]; null for 1
   void* h;             // [rows, columns]
-  void* gate;          // [rows, columns], rows `stride` elements apart; null on the CPU: not kept
+  void* gate;          // [rows, columns], rows `stride` elements apart
   void* up;            // the same
   int64_t stride;
 };
@@ -79,7 +78,7 @@ struct SquareRows {
   void* c;         // [rows, columns], the product itself; null: not kept
 };
 
-// The product is dh, which is not stored. The results are the gradients of SwiGLU's inputs,
+// The product is dh, which stays in registers. The results are the gradients of SwiGLU's inputs,
 // and h, which is recomputed. The columns of `second` follow those of `first`.
 struct DifferentiateRows {
   const float* probs;  // [rows]; null for 1
@@ -93,7 +92,7 @@ struct DifferentiateRows {
   int64_t dstride;
 };
 
-// The product is the gate, which is not stored: h = silu(gate) * up * prob. As above, the gate
+// The product is the gate, which stays in registers: h = silu(gate) * up * prob. As above, the gate
 // is first rounded.
 struct ActivateGateRows {
   const float* probs;  // [rows]; null for 1
@@ -101,10 +100,10 @@ struct ActivateGateRows {
   void* h;             // the same
 };
 
-// The product is the gate, which is not stored. The results are those of DifferentiateRows.
+// The product is the gate, which stays in registers. The results are those of DifferentiateRows.
 struct DifferentiateGateRows {
   const float* probs;  // [rows]; null for 1
-  const void* dh;      // [rows, columns]; null on the CPU: the second accumulator
+  const void* dh;      // [rows, columns]
   const void* up;      // the same
   void* dgate;         // the same
   void* dup;           // the same
@@ -115,8 +114,8 @@ struct DifferentiateGateRows {
 using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows,
                               ActivateGateRows, DifferentiateGateRows>;
 
-// On the CPU, packed products take some of the epilogues (packed_product.h). For the rest this
-// returns false and does nothing: a library computes the products, and nothing is fused with them.
+// Returns false and does nothing: on the CPU, BLAS computes the products, and nothing can be fused
+// with them.
 bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue);
 #ifdef MOE_PARALLEL_CUDA
 // Whether the current GPU and the layout allow the fused product: sm_80 or later, 16-bit types, and

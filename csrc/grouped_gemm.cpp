@@ -5,11 +5,8 @@
 
 #include <ATen/core/Formatting.h>
 
-#include <vector>
-
 #include "grouped_gemm_wide.h"
 #include "launch.h"
-#include "packed_product.h"
 
 #ifdef MOE_PARALLEL_CUDA
 #include "cuda/grouped_gemm.h"
@@ -43,48 +40,32 @@ void check_groups(const char* name, const at::Tensor& x, const at::Tensor& count
                     counts.sum().item<int64_t>(), ", but ", name, " has ", x.size(0), " rows");
 }
 
-void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const GroupedWeights& w,
+void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                       const at::Tensor& counts, bool accumulate) {
 #ifdef MOE_PARALLEL_CUDA
-  if (x.is_cuda() && grouped_gemm_on_cuda(out, x, w.matrices, counts, accumulate)) return;
+  if (x.is_cuda() && grouped_gemm_on_cuda(out, x, w, counts, accumulate)) return;
 #endif
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
     if (rows == 0) return;
     auto out_group = out.narrow(0, first, rows);
-    product_out(out_group, x.narrow(0, first, rows), w.matrices.select(0, e), accumulate,
-                w.is_packed() ? w.blocks.select(0, e) : w.blocks);
+    product_out(out_group, x.narrow(0, first, rows), w.select(0, e), accumulate);
   });
 }
 
-void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::Tensor& x,
-                       const at::Tensor& counts, TransposedRows& memory) {
-  std::vector<OuterProduct> left;  // what no kernel computed
-  bool copies = false;             // a wide product reads x^T as a view
-  for (auto product : products) {
+void grouped_outer_out(at::Tensor out, const at::Tensor& x, const at::Tensor& y,
+                       const at::Tensor& counts, bool accumulate, TransposedRows& memory) {
 #ifdef MOE_PARALLEL_CUDA
-    if (x.is_cuda() && grouped_outer_on_cuda(product.out, x, product.y, counts, product.accumulate))
-      continue;
+  if (x.is_cuda() && grouped_outer_on_cuda(out, x, y, counts, accumulate)) return;
 #endif
-    copies |= product.out.scalar_type() == x.scalar_type();
-    left.push_back(product);
-  }
-  if (left.empty()) return;
+  const bool is_wide = out.scalar_type() != x.scalar_type();  // such a product reads x^T as a view
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
+    auto out_group = out.select(0, e);
     const auto x_group = x.narrow(0, first, rows);
-    const auto x_t = copies && rows > 0 ? memory.of(x_group) : x_group.t();
-    std::vector<RightProduct> of_group;
-    for (const auto& product : left) {
-      of_group.push_back(
-          {product.out.select(0, e), product.y.narrow(0, first, rows), product.accumulate});
-    }
-    if (rows > 0 && packed_products_out(x_t, of_group)) return;
-    for (auto& product : of_group) {
-      const bool is_wide = product.out.scalar_type() != x.scalar_type();
-      if (rows > 0) {
-        product_out(product.out, is_wide ? x_group.t() : x_t, product.b, product.accumulate);
-      } else if (!product.accumulate) {
-        product.out.zero_();
-      }
+    if (rows > 0) {
+      product_out(out_group, is_wide ? x_group.t() : memory.of(x_group), y.narrow(0, first, rows),
+                  accumulate);
+    } else if (!accumulate) {
+      out_group.zero_();
     }
   });
 }
@@ -114,7 +95,7 @@ at::Tensor grouped_outer(const at::Tensor& x, const at::Tensor& y, const at::Ten
   check_same_type("y", y, "x", x);
   auto w = x.new_empty({counts.size(0), x.size(1), y.size(1)});
   TransposedRows memory;
-  grouped_outer_out({{w, y.contiguous(), false}}, x.contiguous(), counts, memory);
+  grouped_outer_out(w, x.contiguous(), y.contiguous(), counts, /*accumulate=*/false, memory);
   return w;
 }
 
@@ -128,7 +109,7 @@ void grouped_outer_add(at::Tensor& total, const at::Tensor& x, const at::Tensor&
   check_same_type("y", y, "x", x);
   check_sizes("total", total, {counts.size(0), x.size(1), y.size(1)});
   TransposedRows memory;
-  grouped_outer_out({{total, y.contiguous(), true}}, x.contiguous(), counts, memory);
+  grouped_outer_out(total, x.contiguous(), y.contiguous(), counts, /*accumulate=*/true, memory);
 }
 
 }  // namespace

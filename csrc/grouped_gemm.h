@@ -3,32 +3,21 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
-
-#include "packed_weights.h"
 #include "transposed_rows.h"
 
 namespace moe_parallel {
 
 void check_groups(const char* name, const at::Tensor& x, const at::Tensor& counts);
 
-// out[rows of e] (+)= x[rows of e] w[e]. out may have gaps between its rows. counts is on the
-// device of x.
-void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const GroupedWeights& w,
+// out[rows of e] (+)= x[rows of e] w[e]. w, [E, I, O], may be a transposed view, and out may have
+// gaps between its rows. counts is on the device of x.
+void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                       const at::Tensor& counts, bool accumulate = false);
 
 // out[e] (+)= x[rows of e]^T y[rows of e]. For an empty group, out[e] keeps its value if
 // `accumulate` is true and becomes zero otherwise. out may have a wider type than x, as a main
-// gradient does.
-struct OuterProduct {
-  at::Tensor out;
-  at::Tensor y;
-  bool accumulate;
-};
-
-// Products with the same x: x^T is copied once, if it is copied, and packed products of a group are
-// computed in one. `memory` is reused by all groups.
-void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::Tensor& x,
-                       const at::Tensor& counts, TransposedRows& memory);
+// gradient does. `memory` is reused by all groups.
+void grouped_outer_out(at::Tensor out, const at::Tensor& x, const at::Tensor& y,
+                       const at::Tensor& counts, bool accumulate, TransposedRows& memory);
 
 }  // namespace moe_parallel

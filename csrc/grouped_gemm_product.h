@@ -28,8 +28,6 @@ struct GroupedMatrix {
   int64_t group_stride;  // of matrices that are not cut
   bool by_columns;       // column-major: the columns are dense, not the rows
   bool is_cut;
-  // Of one matrix, on the CPU: what pack_right_factor() made of it, or null (packed_product.h).
-  const void* blocks = nullptr;
 };
 
 constexpr int64_t kRagged = -1;

@@ -11,7 +11,6 @@
 
 #include "cpu/processor.h"
 #include "onednn_product.h"
-#include "packed_product.h"
 
 extern "C" {
 // oneMKL's cblas_gemm_bf16bf16f32 with 32-bit sizes: c = alpha a b + beta c.
@@ -65,16 +64,13 @@ bool is_compiled_for_its_sizes(const at::Tensor& a) {
   return (in_bf16 && !is_slow_in_bf16(a)) || is_fp32_by_onednn(a);
 }
 
-void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate,
-                 const at::Tensor& blocks) {
+void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
   if (out.scalar_type() != a.scalar_type()) {
     if (!accumulate) out.zero_();
     add_wide_product(out, a, b);
   } else if (is_slow_in_bf16(a)) {
     const auto left = a.to(at::kFloat), right = b.to(at::kFloat);
     out.copy_(accumulate ? at::addmm(out.to(at::kFloat), left, right) : at::mm(left, right));
-  } else if (packed_products_out(a, RightProduct{out, b, accumulate, blocks})) {
-    return;
   } else if (onednn_product_out(out, a, b, accumulate)) {
     return;
   } else if (accumulate) {

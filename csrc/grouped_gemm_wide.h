@@ -16,9 +16,8 @@ bool is_compiled_for_its_sizes(const at::Tensor& a);
 // weights. The product is not rounded to the type of a and b.
 void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
 
-// out = a b, or out += a b if `accumulate`; `out` may have a wider type. `blocks` are those of b,
-// if it was packed (packed_weights.h).
-void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate = false,
-                 const at::Tensor& blocks = {});
+// out = a b, or out += a b if `accumulate`; `out` may have a wider type.
+void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 bool accumulate = false);
 
 }  // namespace moe_parallel

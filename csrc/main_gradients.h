@@ -37,19 +37,9 @@ class WeightGradient {
 
   // x[rows of e]^T y[rows of e] for each expert e of the block, which is added to that of the
   // blocks before if they have rows of e.
-  OuterProduct product(const RowBlock& block, const at::Tensor& y) const {
-    return {block.experts(sum_), y, adds_ || !block.begins_expert};
-  }
-
   void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y) {
-    grouped_outer_out({product(block, y)}, x, block.product_counts, memory_);
-  }
-
-  // [dV | dW] = x^T [y | z], where dV is this gradient and dW another one.
-  void take_with(const WeightGradient& other, const RowBlock& block, const at::Tensor& x,
-                 const at::Tensor& y, const at::Tensor& z) {
-    grouped_outer_out({product(block, y), other.product(block, z)}, x, block.product_counts,
-                      memory_);
+    grouped_outer_out(block.experts(sum_), x, y, block.product_counts,
+                      adds_ || !block.begins_expert, memory_);
   }
 
   // The tensor that the operator returns. It is empty if the gradient is added to a main gradient.

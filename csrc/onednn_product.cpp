@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/capability.h"
 #include "cpu/processor.h"
-#include "packing.h"
 #include "transposed_rows.h"
 
 namespace at::native {
@@ -30,12 +30,10 @@ std::atomic<CpuProducts> chosen{CpuProducts::kWhereFaster};
 // Whether oneDNN is chosen for products in which it is, or is not, the faster library.
 bool is_chosen(bool is_faster) {
   const auto products = chosen.load();
-  return products == CpuProducts::kOneDnn || products == CpuProducts::kPacked ||
-         (products == CpuProducts::kWhereFaster && is_faster);
+  return products == CpuProducts::kOneDnn || (products == CpuProducts::kWhereFaster && is_faster);
 }
 
-bool has_onednn() { return at::globalContext().userEnabledMkldnn(); }
-bool has_blocks() { return has_avx512() && has_onednn(); }
+bool has_blocks() { return has_avx512() && at::globalContext().userEnabledMkldnn(); }
 
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
 
@@ -61,12 +59,12 @@ void add_block(const at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
     std::vector<uint32_t> pairs(depth / 2 * std::min(kBlockN, n_size));
     for (int64_t n = begin * kBlockN; n < std::min(n_size, end * kBlockN); n += kBlockN) {
       const int64_t columns = std::min(kBlockN, n_size - n);
-      pair_rows({.rows = right + n,
-                 .stride = y.stride(0),
-                 .count = rows,
-                 .padded = depth,
-                 .width = columns,
-                 .to = pairs.data()});
+      kernels().pair_rows({.rows = right + n,
+                           .stride = y.stride(0),
+                           .count = rows,
+                           .padded = depth,
+                           .width = columns,
+                           .to = pairs.data()});
       const auto* packed = reinterpret_cast<const at::BFloat16*>(pairs.data());
       for (int64_t m = 0; m < m_size; m += kBlockM) {
         brgemm(std::min(kBlockM, m_size - m), columns, depth, x_t.stride(0), columns, out.stride(0),
@@ -94,24 +92,13 @@ bool is_fp32_by_onednn(const at::Tensor& a) {
 
 bool multiplies_blocks_by_onednn(ScalarType type) {
   switch (type) {
-    case ScalarType::kFloat32:  // with AVX2 alone layers gained nothing
-      return has_avx2() && has_onednn() && is_chosen(has_avx512());
+    case ScalarType::kFloat32:
+      return has_blocks() && is_chosen(true);
     case ScalarType::kBFloat16:  // not measured on Intel's processors without AMX
       return has_blocks() && has_avx512_bf16() && is_chosen(!is_intel() || has_amx());
     default:
       return false;
   }
-}
-
-bool packs_large_products(ScalarType type) {
-#ifdef CPUBLAS_BRGEMM_F32F32F32
-  const auto products = chosen.load();
-  const bool packs =
-      products == CpuProducts::kPacked || (products == CpuProducts::kWhereFaster && is_zen4());
-  return packs && multiplies_blocks_by_onednn(type);
-#else
-  return false;  // this torch does not export the kernel
-#endif
 }
 
 bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,

@@ -14,14 +14,10 @@
 
 namespace moe_parallel {
 
-enum class CpuProducts {
-  kBlas,         // ATen
-  kWhereFaster,  // what was measured to be faster on this processor
-  kOneDnn,       // oneDNN, for results in fp32
-  kPacked,       // packed_product.h for those that it takes, and the rest as kOneDnn
-};
+enum class CpuProducts { kBlas, kWhereFaster, kOneDnn };
 
-// What computes large products on the CPU, for this process. Returns what held before.
+// Which library computes products with results in fp32 on the CPU, for this process. Returns what
+// held before.
 CpuProducts set_cpu_products(CpuProducts products);
 
 // Whether oneDNN computes large products of this factor in fp32.
@@ -30,10 +26,6 @@ bool is_fp32_by_onednn(const at::Tensor& a);
 // Whether oneDNN's kernel multiplies blocks that stay in the caches, with factors of this type,
 // which is fp32 or bf16.
 bool multiplies_blocks_by_onednn(ScalarType type);
-
-// Whether large products with factors of this type are computed from such blocks, with results of
-// the same type (packed_product.h).
-bool packs_large_products(ScalarType type);
 
 // The number of rows of a product that oneDNN compiles for its sizes: a multiple of 8 up to 512,
 // and then one of 32 numbers for each doubling. With AMX, a multiple of 16, which are the rows of a

@@ -3,9 +3,6 @@
 // The backward pass keeps x, the input of SwiGLU and the row map. The rows of h are recomputed, the
 // rows of x are gathered again, and the outputs of the experts are not needed. If a main gradient
 // is given, the backward pass adds the weight's gradient to it instead of returning it.
-//
-// `packed` is empty, or has what pack_weights() made of W_gate_up in two parts, of its transpose,
-// of W_out and of its transpose.
 #include <optional>
 #include <tuple>
 
@@ -33,32 +30,30 @@ void check_weights(const at::Tensor& x, const at::Tensor& w_gate_up, const at::T
 std::tuple<at::Tensor, at::Tensor> routed_experts(
     const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const at::Tensor& w_gate_up, const at::Tensor& w_out,
-    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::TensorList packed) {
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
-  check_packed(packed, 4);
   const auto tokens = with_dense_rows(x);
   const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
-  const auto gate_and_up = with_blocks(w_gate_up, packed, 0), out = with_blocks(w_out, packed, 2);
   auto gate_up = map.new_rows(x, 2 * width), y = map.new_rows(x, x.size(1));
 
   const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
-    const auto groups = block.product_counts;
-    const auto w = block.experts(gate_and_up);
+    const auto groups = block.product_counts, w = block.experts(w_gate_up);
     const auto row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.product(y);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
-    const FusedOperands first_stage{map.gathered(tokens, block), w.part(0, 2), w.part(1, 2)};
+    const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
+                                    w.narrow(2, width, width)};
     if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_probs))) {
       auto products = block.product(gate_up);
-      grouped_gemm_out(products, map.gather(x_memory, tokens, block), w.joined(2), groups);
+      grouped_gemm_out(products, map.gather(x_memory, tokens, block), w, groups);
       swiglu_out(h, gate, up, row_probs);
     }
-    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(out), groups);
+    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
   return {map.sum(map.only_rows(y)), map.only_rows(gate_up)};
 }
@@ -67,11 +62,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
     const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w_gate_up,
     const at::Tensor& w_out, const at::Tensor& gate_up,
-    const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out,
-    at::TensorList packed) {
+    const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
-  check_packed(packed, 4);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   const int64_t width = w_out.size(1);
@@ -82,8 +75,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
-  const auto gate_up_t = with_blocks(w_gate_up.transpose(1, 2), packed, 1),
-             out_t = with_blocks(w_out.transpose(1, 2), packed, 3);
   TransposedRows memory;
   WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, memory, main_gate_up);
   WeightGradient dw_out("main_out", w_out, counts, memory, main_out);
@@ -104,12 +95,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
-    swiglu_backward_of_product(to, dy_rows, block.experts(out_t), groups, gate, up,
+    swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
                                block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, block.product(h_memory), dy_rows);
     d_gate_up = block.product(d_memory);
     dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);
-    grouped_gemm_out(dx_rows, d_gate_up, block.experts(gate_up_t), groups);
+    grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
   return {map.sum_like(tokens, map.only_rows(dx)), map.values_by_choice(dprobs_of_rows),
           dw_gate_up.own(), dw_out.own()};
@@ -119,14 +110,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
 
 MOE_PARALLEL_OPERATOR("routed_experts",
                       "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
-                      "Tensor w_gate_up, Tensor w_out, Tensor? main_gate_up, Tensor? main_out, "
-                      "Tensor[] packed) "
+                      "Tensor w_gate_up, Tensor w_out, Tensor? main_gate_up, Tensor? main_out) "
                       "-> (Tensor y, Tensor gate_up)",
                       moe_parallel::routed_experts)
 MOE_PARALLEL_OPERATOR(
     "routed_experts_backward",
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor w_gate_up, Tensor w_out, Tensor gate_up, Tensor(a!)? main_gate_up, "
-    "Tensor(b!)? main_out, Tensor[] packed) "
+    "Tensor(b!)? main_out) "
     "-> (Tensor dx, Tensor dprobs, Tensor dw_gate_up, Tensor dw_out)",
     moe_parallel::routed_experts_backward)

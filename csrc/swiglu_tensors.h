@@ -35,14 +35,13 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which stores gate and up; on the CPU the gate may be undefined. The
-// probs have the type of sums, which is float for the types that can be fused.
+// The same as an epilogue, which stores gate and up. The probs have the type of sums, which is
+// float for the types that can be fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
-  TORCH_INTERNAL_ASSERT(!gate.defined() || gate.stride(0) == up.stride(0));
   return {.probs = static_cast<const float*>(probs.const_data_ptr()),
           .h = h.mutable_data_ptr(),
-          .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
+          .gate = gate.mutable_data_ptr(),
           .up = up.mutable_data_ptr(),
           .stride = up.stride(0)};
 }
@@ -82,20 +81,14 @@ inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
                               .dup_stride = to.dup.stride(0)});
 }
 
-// Memory for the sums of columns that an epilogue writes. Their sums are the gradients of the
-// probs.
-inline at::Tensor new_sums_of_columns(const at::Tensor& up) {
-  const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
-  return at::empty({up.size(0), chunks}, up.options().dtype(at::kFloat));
-}
-
 // Computes the gradients for dh = dy w in one kernel. Returns false, and does nothing, if no kernel
 // supports that.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
-                                  const GroupedWeights& w, const at::Tensor& counts,
+                                  const at::Tensor& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
-  const auto sums = new_sums_of_columns(up);
+  const int64_t chunks = (gate.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
+  const auto sums = at::empty({gate.size(0), chunks}, dy.options().dtype(at::kFloat));
   const DifferentiateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
                                    .gate = gate.const_data_ptr(),
                                    .up = up.const_data_ptr(),
@@ -112,33 +105,34 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   return true;
 }
 
-// h = silu(gate) * up * probs in one kernel, without the gate in memory: it is the product of
-// `of_gate`. Returns false, and does nothing, if no kernel supports that.
-inline bool fused_swiglu_of_gate(at::Tensor& h, const FusedOperands& of_gate,
+// h = silu(c w) * up * probs in one kernel, without the gate c w in memory. Returns false, and does
+// nothing, if no kernel supports that.
+inline bool fused_swiglu_of_gate(at::Tensor& h, const GatheredRows& c, const at::Tensor& w,
                                  const at::Tensor& counts, const at::Tensor& up,
                                  const at::Tensor& probs) {
   if (!up.is_contiguous()) return false;
   const ActivateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
                                   .up = up.const_data_ptr(),
                                   .h = h.mutable_data_ptr()};
-  return fused_gemm({of_gate}, counts, h.size(0), epilogue);
+  return fused_gemm({{c, w, {}}}, counts, h.size(0), epilogue);
 }
 
-// The gradients for a gate that is the product of the first operands. If `dh` is undefined, it is
-// the product of the second ones. Returns false, and does nothing, if no kernel supports that.
-inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands operands,
-                                          const at::Tensor& dh, const at::Tensor& counts,
-                                          const at::Tensor& up, const at::Tensor& probs) {
+// The gradients for the gate c w, in the same way.
+inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, const at::Tensor& dh,
+                                          const GatheredRows& c, const at::Tensor& w,
+                                          const at::Tensor& counts, const at::Tensor& up,
+                                          const at::Tensor& probs) {
   if (!up.is_contiguous() || !to.dgate.is_contiguous() || !to.dup.is_contiguous()) return false;
-  const auto sums = new_sums_of_columns(up);
+  const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
+  const auto sums = at::empty({up.size(0), chunks}, dh.options().dtype(at::kFloat));
   const DifferentiateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
-                                       .dh = dh.defined() ? dh.const_data_ptr() : nullptr,
+                                       .dh = dh.const_data_ptr(),
                                        .up = up.const_data_ptr(),
                                        .dgate = to.dgate.mutable_data_ptr(),
                                        .dup = to.dup.mutable_data_ptr(),
                                        .h = to.h.mutable_data_ptr(),
                                        .dprobs = sums.mutable_data_ptr<float>()};
-  if (!fused_gemm(operands, counts, up.size(0), epilogue)) return false;
+  if (!fused_gemm({{c, w, {}}}, counts, up.size(0), epilogue)) return false;
   auto dprobs = to.dprobs;
   at::sum_out(dprobs, sums, 1);
   return true;
@@ -147,7 +141,7 @@ inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands op
 // Computes the gradients for dh = dy w, where dy may have rows after those of gate. The memory `dh`
 // is used if no single kernel computes them.
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
-                                       const GroupedWeights& w, const at::Tensor& counts,
+                                       const at::Tensor& w, const at::Tensor& counts,
                                        const at::Tensor& gate, const at::Tensor& up,
                                        const at::Tensor& probs, ScratchRows& dh) {
   if (fused_swiglu_backward(to, dy, w, counts, gate, up, probs)) return;

@@ -5,10 +5,7 @@
 #include <algorithm>
 
 #include "alignment.h"
-#include "block_product.h"
 #include "grouped_gemm_wide.h"
-#include "launch.h"
-#include "packed_product.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -85,31 +82,23 @@ void transpose_columns(const Matrix& from, uint16_t* to, int64_t to_stride, int6
 
 at::Tensor TransposedRows::of(const at::Tensor& x) {
 #ifdef __SSE2__
-  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
-  if (is_bf16 ? !is_compiled_for_its_sizes(x) : !packs_outer_products_of(x)) return x.t();
-  const int64_t rows = x.size(0), columns = x.size(1), line = kCacheLine / bytes_of_element(x);
+  if (x.scalar_type() != at::kBFloat16 || !is_compiled_for_its_sizes(x)) return x.t();
+  constexpr int64_t kLine = kCacheLine / sizeof(uint16_t);
+  const int64_t rows = x.size(0), columns = x.size(1);
   // An odd number of cache lines: rows that are a power of two apart would share cache sets.
-  const int64_t stride = ((rows + line - 1) / line | 1) * line;
+  const int64_t stride = ((rows + kLine - 1) / kLine | 1) * kLine;
   if (!memory_) memory_.emplace(x, 0, 1);
   const auto transposed = memory_->rows(columns * stride);
   const auto dense = x.stride(1) == 1 ? x : x.contiguous();
-  void* to = transposed.mutable_data_ptr();
-  const auto transpose = [&](int64_t first, int64_t last) {
-    if (is_bf16) {
-      const auto* from = static_cast<const uint16_t*>(dense.const_data_ptr());
-      transpose_columns({from, rows, columns, dense.stride(0)}, static_cast<uint16_t*>(to), stride,
-                        first, last);
-    } else {
-      const auto* from = dense.const_data_ptr<float>() + first;
-      pack_left_transposed({ScalarType::kFloat32, from, dense.stride(0), rows, rows, last - first},
-                           static_cast<float*>(to) + first * stride, stride);
-    }
-  };
+  const Matrix from{static_cast<const uint16_t*>(dense.const_data_ptr()), rows, columns,
+                    dense.stride(0)};
+  auto* to = static_cast<uint16_t*>(transposed.mutable_data_ptr());
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
   at::parallel_for(0, blocks, std::max<int64_t>(1, 32768 / (kBlock * std::max<int64_t>(rows, 1))),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t block = begin; block < end; ++block) {
-                       transpose(block * kBlock, std::min(columns, (block + 1) * kBlock));
+                       transpose_columns(from, to, stride, block * kBlock,
+                                         std::min(columns, (block + 1) * kBlock));
                      }
                    });
   return transposed.as_strided({columns, rows}, {stride, 1});

@@ -10,7 +10,7 @@
 namespace moe_parallel {
 
 // Memory for one transposed copy at a time. oneDNN multiplies x^T y in bf16 at half of its speed if
-// x^T is a view, and a copy costs less than a tenth of the product. Packed products need a copy.
+// x^T is a view, and a copy costs less than a tenth of the product.
 class TransposedRows {
  public:
   // x^T, for a product in the type of x. It is a copy, valid until the next call, where this is

@@ -22,7 +22,6 @@ STEM_OF = {
     "grouped_outer_add": "grouped_gemm",
     "pack_rows": "packed_rows",
     "pack_rows_backward": "packed_rows",
-    "pack_weights": "packed_weights",
     "split_and_rotate": "rotary",
     "split_and_rotate_backward": "rotary",
 }
@@ -40,8 +39,6 @@ SHARED = {
         "launch",
         "main_gradients",
         "onednn",  # products in fp32 by another library
-        "packed_product",  # from blocks
-        "packing",  # for the blocks
         "scalar_type",
         "scratch_rows",
         "transposed_rows",
@@ -51,14 +48,12 @@ SHARED = {
         "avx512",
         "cache_lines",
         "capability",
-        "epilogues",  # of packed products
         "large_output",
-        "packing",
         "parts",
         "portable",
         "processor",
     },
-    CSRC / "cpu" / "kernels": {"epilogues", "packing", "table", "vectors"},
+    CSRC / "cpu" / "kernels": {"block_product", "table", "vectors"},
     CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
     NATIVE: {"main_gradients"},
     TESTS: {

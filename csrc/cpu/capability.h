@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "../block_product.h"
 #include "../expert_merge.h"
 #include "../norm_topk.h"
-#include "../packing.h"
 #include "../permute.h"
 #include "../rms_norm.h"
 #include "../rotary.h"
@@ -14,7 +14,6 @@
 #include "../swiglu.h"
 #include "../unpermute.h"
 #include "attention_blocks.h"
-#include "epilogues.h"
 
 namespace moe_parallel {
 
@@ -40,10 +39,6 @@ struct Kernels {
   Kernel<Rotary> rotary;
   void (*transpose_words)(const TransposeWords& task);
   void (*pair_rows)(const PairRows& task);
-  Kernel<EpiloguePart<StoreRows>> store_rows;
-  Kernel<EpiloguePart<ActivateRows>> activate_rows;
-  Kernel<EpiloguePart<DifferentiateRows>> differentiate_rows;
-  Kernel<EpiloguePart<DifferentiateGateRows>> differentiate_gate_rows;
   Kernel<SoftmaxSums> softmax_sums;
   Kernel<SoftmaxGradient> softmax_gradient;
   Kernel<AttentionWeights> attention_weights;

@@ -46,17 +46,6 @@ inline bool is_amd() {
   return is;
 }
 
-// Family 19h is Zen 3 and Zen 4. Only Zen 4 has AVX-512.
-inline bool is_zen4() {
-  static const bool is = [] {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    if (!is_amd() || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
-    const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
-    return family == 0x19 && has_avx512();
-  }();
-  return is;
-}
-
 #else
 
 inline bool has_avx2() { return false; }
@@ -65,7 +54,6 @@ inline bool has_avx512_bf16() { return false; }
 inline bool has_amx() { return false; }
 inline bool is_intel() { return false; }
 inline bool is_amd() { return false; }
-inline bool is_zen4() { return false; }
 
 #endif
 

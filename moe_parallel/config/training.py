@@ -51,13 +51,6 @@ class TrainingConfig(Section):
         "directly to the fp32 sum over micro-batches, instead of rounding them and adding them "
         "afterward",
     )
-    pack_weights_once: bool = option(
-        False,
-        "on a CPU in bf16: pack the weights of experts for their products once a step, and not in "
-        "every micro-batch, which takes two more copies of these weights; for steps of many small "
-        "micro-batches; on a GPU, on processors whose products do not pack, and for merged "
-        "experts it changes nothing",
-    )
     cuda_graph_impl: str | None = option(
         None,
         "full_iteration: on a GPU, record the forward and backward passes of a step once as a CUDA "
@@ -130,13 +123,7 @@ class TrainingConfig(Section):
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         if self.gradient_accumulation_fusion:
-            _refuse_fp8(config, "--gradient-accumulation-fusion")
-        if self.pack_weights_once:
-            _refuse_fp8(config, "--pack-weights-once")
-            if not self.bf16:
-                raise InputError(
-                    "--pack-weights-once gains nothing in fp32: set --bf16, or leave it out"
-                )
+            _check_fusion(config)
         check_recompute(config)
         check_cuda_graph(config)
         if self.skip_train:
@@ -150,11 +137,12 @@ class TrainingConfig(Section):
         _check_batch(self, config, world_size)
 
 
-def _refuse_fp8(config: Config, flag: str) -> None:
+def _check_fusion(config: Config) -> None:
     if config.fp8.fp8_format is not None:
         raise InputError(
-            f"{flag} is for products of our own, and --fp8-format {config.fp8.fp8_format} leaves "
-            "those of experts to Transformer Engine: remove one of them"
+            "--gradient-accumulation-fusion is for products of our own, and --fp8-format "
+            f"{config.fp8.fp8_format} leaves those of experts to Transformer Engine: remove one of "
+            "them"
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from moe_parallel.dispatch.dispatched import probs_of_rows, rows_of_choices
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.low_rank import LowRankExperts
-from moe_parallel.experts.right_factors import RightFactors
+from moe_parallel.experts.parameters import Matrices
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.ops import RowMap
 from moe_parallel.ops.aligned_rows import aligned_rows
@@ -49,7 +49,7 @@ class Fp8SwiGLUExperts(SwiGLUExperts):
         x_MD: torch.Tensor,
         probs_MJ: torch.Tensor,
         row_map: RowMap,
-        of_part: RightFactors | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
         assert of_part is None  # one FP8 layer holds the scales of all experts
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
@@ -87,7 +87,7 @@ class Fp8LowRankExperts(LowRankExperts):
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
         norms_MJ: torch.Tensor | None = None,
-        of_part: RightFactors | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
         assert of_part is None  # one FP8 layer holds the scales of all experts
         assert norms_MJ is None  # AutonomousLayer differentiates the norms itself

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from moe_parallel.dispatch.dispatched import Dispatched
-from moe_parallel.experts.parameters import split_experts
-from moe_parallel.experts.right_factors import MultipliesRows, RightFactors
+from moe_parallel.experts.parameters import ExpertParameters, Matrices, split_experts
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.parallel import Groups
 
 
-class LowRankExperts(MultipliesRows):
+class LowRankExperts(ExpertParameters):
     """The experts of this rank without W_down, which belongs to the layer.
 
     Every rank needs W_down of all experts for the selection. If C = x W_down of the choices is
@@ -57,7 +56,7 @@ class LowRankExperts(MultipliesRows):
         self, rows: Iterable[Dispatched[Any]], w_down_LDR: torch.Tensor, parts: int
     ) -> Iterator[torch.Tensor]:
         """`forward` for one of `parts` parts of the experts after the other."""
-        weights = self.right_factors_of_parts(parts, self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
+        weights = self.matrices_of_parts(parts, self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         down = split_experts(w_down_LDR, parts)
         for each, w_down, of_part in zip(rows, down, weights, strict=True):
             assert each.norms_MJ is None  # only the local dispatcher passes them on
@@ -71,7 +70,7 @@ class LowRankExperts(MultipliesRows):
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
         norms_MJ: torch.Tensor | None = None,
-        of_part: RightFactors | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].
 
@@ -79,9 +78,7 @@ class LowRankExperts(MultipliesRows):
         their softmax, and the backward pass goes on through them to x and W_down. `of_part`: the
         weights, but W_down, of the part of the experts whose rows these are; None: all.
         """
-        weights, main, packed = of_part or self.right_factors(
-            self.w_up_LRW, self.w_p_LDW, self.w_out_LWD
-        )
+        weights, main = of_part or self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         return self.ops.autonomous_experts(
             x_MD,
             probs_MJ,
@@ -92,5 +89,4 @@ class LowRankExperts(MultipliesRows):
             norms_TK=norms_MJ,
             recompute_gate=self.recompute_gate,
             main_gradients=main,
-            packed=packed,
         )

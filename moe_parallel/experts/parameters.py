@@ -12,6 +12,8 @@ from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in
 from moe_parallel.parallel import Groups
 
 ShardedStateDict = dict[str, Any]
+#: The weights of some experts as operators take them, and their main gradients (None: not used).
+Matrices = tuple[list[torch.Tensor], Any]
 
 
 class ExpertParameters(AddsToMainGradients, nn.Module):
@@ -62,12 +64,7 @@ class ExpertParameters(AddsToMainGradients, nn.Module):
         first = self.groups.ep.rank() * self.num_local_experts
         return weight[first : first + self.num_local_experts]
 
-    def wait_for_weights(self) -> None:
-        """What a call of the module begins with: the wait for weights that are gathered."""
-        for hook in self._forward_pre_hooks.values():
-            hook(self, ())
-
-    def matrices(self, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+    def matrices(self, *weights: torch.Tensor) -> Matrices:
         """The weights as [L, I, O], for operators, and their main gradients (None: not used)."""
         if not self.adds_to_main_gradients:
             return [weight.flatten(2) for weight in weights], None
@@ -76,6 +73,18 @@ class ExpertParameters(AddsToMainGradients, nn.Module):
             [gradient_in_main_grad(weight).flatten(2) for weight in weights],
             tuple(main.view(*main.shape[:2], -1) for main in main_gradients),
         )
+
+    def matrices_of_parts(self, parts: int, *weights: torch.Tensor) -> list[Matrices]:
+        """`matrices` of each of `parts` parts of the experts. Each has L / parts of them.
+
+        All parts are views of one split. Their gradients are joined once, when all are there.
+        """
+        whole, main = self.matrices(*weights)
+        splits = [split_experts(weight, parts) for weight in whole]
+        if main is None:
+            return [(list(of_part), None) for of_part in zip(*splits, strict=True)]
+        mains = zip(*(split_experts(each, parts) for each in main), strict=True)
+        return [(list(ws), of_part) for *ws, of_part in zip(*splits, mains, strict=True)]
 
     def sharded_state_dict(
         self,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from moe_parallel.dispatch.dispatched import Dispatched
-from moe_parallel.experts.right_factors import MultipliesRows, RightFactors
+from moe_parallel.experts.parameters import ExpertParameters, Matrices
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.ops.reference import add_gradient_to
 from moe_parallel.parallel import Groups
 
 
-class SwiGLUExperts(MultipliesRows):
+class SwiGLUExperts(ExpertParameters):
     """The routed experts of this rank. W_g and W_p are one tensor, so that x is read once.
 
     Shape suffixes: M rows received, J choices of each, L experts here, D model width, F expert
@@ -40,7 +40,8 @@ class SwiGLUExperts(MultipliesRows):
 
     def gates(self) -> torch.Tensor:
         """W_g of this rank's experts, for a loss on weights: [L, D, F]."""
-        self.wait_for_weights()
+        for hook in self._forward_pre_hooks.values():  # they wait for weights that are gathered
+            hook(self, ())
         (w_LDX,), main = self.matrices(self.w_gate_up_LD2F)
         if main is not None:
             w_LDX = add_gradient_to(main[0], w_LDX)
@@ -50,7 +51,7 @@ class SwiGLUExperts(MultipliesRows):
         self, rows: Iterable[Dispatched[Any]], parts: int
     ) -> Iterator[torch.Tensor]:
         """`forward` for one of `parts` parts of the experts after the other."""
-        weights = self.right_factors_of_parts(parts, self.w_gate_up_LD2F, self.w_out_LFD)
+        weights = self.matrices_of_parts(parts, self.w_gate_up_LD2F, self.w_out_LFD)
         for each, of_part in zip(rows, weights, strict=True):
             yield self(each.x_MD, each.probs_MJ, each.row_map, of_part)
 
@@ -59,14 +60,12 @@ class SwiGLUExperts(MultipliesRows):
         x_MD: torch.Tensor,
         probs_MJ: torch.Tensor,
         row_map: RowMap,
-        of_part: RightFactors | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].
 
         With etp > 1 it is this rank's part of the sum over F. `of_part`: the weights of the part of
         the experts whose rows these are; None: all.
         """
-        weights, main, packed = of_part or self.right_factors(self.w_gate_up_LD2F, self.w_out_LFD)
-        return self.ops.routed_experts(
-            x_MD, probs_MJ, row_map, *weights, main_gradients=main, packed=packed
-        )
+        weights, main = of_part or self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
+        return self.ops.routed_experts(x_MD, probs_MJ, row_map, *weights, main_gradients=main)

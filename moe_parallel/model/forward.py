@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.copies import copied_to
-from moe_parallel.experts.right_factors import weights_packed_once
 from moe_parallel.model.attention import own_documents
 from moe_parallel.selection.shares import positions, take, zigzag
 
@@ -74,18 +72,15 @@ def run_micro_batches(
         )
         return output, lambda losses_BS: loss_of(losses_BS, batch)
 
-    packs_once = training.pack_weights_once and num_micro_batches > 1 and not forward_only
-    modules = itertools.chain(*(chunk.modules() for chunk in chunks))
-    with weights_packed_once(modules) if packs_once else nullcontext():
-        reported: list[Reported] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=list(streams) if len(chunks) > 1 else streams[0],
-            model=chunks,
-            num_microbatches=num_micro_batches,
-            seq_length=training.seq_length,
-            micro_batch_size=training.micro_batch_size,
-            forward_only=forward_only,
-        )
+    reported: list[Reported] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(streams) if len(chunks) > 1 else streams[0],
+        model=chunks,
+        num_microbatches=num_micro_batches,
+        seq_length=training.seq_length,
+        micro_batch_size=training.micro_batch_size,
+        forward_only=forward_only,
+    )
     return reported
 
 

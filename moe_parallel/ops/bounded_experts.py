@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,17 +71,10 @@ class BoundedExperts:
         w_out_EFD: Tensor,
         *,
         main_gradients: tuple[Tensor, Tensor] | None = None,
-        packed: Sequence[Tensor] = (),
     ) -> Tensor:
         def compute(x_TD: Tensor, probs_TK: Tensor, row_map: RowMap) -> Tensor:
             return self.ops.routed_experts(
-                x_TD,
-                probs_TK,
-                row_map,
-                w_gate_up_ED2F,
-                w_out_EFD,
-                main_gradients=main_gradients,
-                packed=packed,
+                x_TD, probs_TK, row_map, w_gate_up_ED2F, w_out_EFD, main_gradients=main_gradients
             )
 
         values = 6 * w_out_EFD.size(1)
@@ -101,7 +94,6 @@ class BoundedExperts:
         norms_TK: Tensor | None = None,
         recompute_gate: bool = True,
         main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-        packed: Sequence[Tensor] = (),
     ) -> Tensor:
         def compute(
             x_TD: Tensor,
@@ -122,7 +114,6 @@ class BoundedExperts:
                 norms_TK=norms_TK,
                 recompute_gate=recompute_gate,
                 main_gradients=main_gradients,
-                packed=packed,
             )
 
         _, rank, width = w_up_ERW.shape

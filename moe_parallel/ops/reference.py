@@ -8,7 +8,6 @@ All functions take CPU and CUDA tensors in fp32, bf16, fp16 or fp64. torch diffe
 bf16 and fp16, sums are computed in fp32 (`accumulation_dtype`).
 """
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn import functional
 from moe_parallel.ops.causal_attention import attention as attention
 from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.packed_rows import pack_rows as pack_rows
-from moe_parallel.ops.packed_weights import pack_weights as pack_weights
 from moe_parallel.ops.rms_norm import rms_norm as rms_norm
 from moe_parallel.ops.rotary import rotary as rotary
 from moe_parallel.ops.rotary import split_and_rotate as split_and_rotate
@@ -288,14 +286,12 @@ def routed_experts(
     w_out_EFD: Tensor,
     *,
     main_gradients: tuple[Tensor, Tensor] | None = None,
-    packed: Sequence[Tensor] = (),
 ) -> Tensor:
     """y_TD = sum over each token's experts of prob * (silu(x W_g) * (x W_p)) W_o.
 
     w_gate_up_ED2F: [E, D, 2F], W_g then W_p; the experts' parameter [L, D, 2, F] with its last two
         axes flattened.
     main_gradients: one tensor for each weight; see `add_gradient_to`.
-    packed: `pack_weights` of the first weight, in two parts, and of the second, or nothing.
     """
     if main_gradients is not None:
         w_gate_up_ED2F = add_gradient_to(main_gradients[0], w_gate_up_ED2F)
@@ -319,7 +315,6 @@ def autonomous_experts(
     norms_TK: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-    packed: Sequence[Tensor] = (),
 ) -> Tensor:
     """y_TD = sum over each token's experts of prob * (silu(x W_down W_up) * (x W_p)) W_o.
 
@@ -335,7 +330,6 @@ def autonomous_experts(
     recompute_gate: recompute C W_up in the backward pass instead of keeping it. It changes only
         time and memory, and in this reference it changes nothing.
     main_gradients: one tensor for each of W_up, W_p and W_out; see `add_gradient_to`.
-    packed: `pack_weights` of W_up, of W_p and of W_out, or nothing.
 
     Raises ValueError if norms_TK is given without c_TKR or for another number of rows.
     """

@@ -1,6 +1,6 @@
 """The types of the operators: signatures, and the arguments and results beside tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -97,10 +97,6 @@ class NormTopK(Protocol):
     ) -> NormScores: ...
 
 
-class PackWeights(Protocol):
-    def __call__(self, w_EIO: Tensor, parts: int = 1) -> list[Tensor]: ...
-
-
 class RoutedExperts(Protocol):
     def __call__(
         self,
@@ -111,7 +107,6 @@ class RoutedExperts(Protocol):
         w_out_EFD: Tensor,
         *,
         main_gradients: tuple[Tensor, Tensor] | None = None,
-        packed: Sequence[Tensor] = (),
     ) -> Tensor: ...
 
 
@@ -130,7 +125,6 @@ class AutonomousExperts(Protocol):
         norms_TK: Tensor | None = None,
         recompute_gate: bool = True,
         main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-        packed: Sequence[Tensor] = (),
     ) -> Tensor: ...
 
 
@@ -155,6 +149,5 @@ class Ops:
     split_and_rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     softmax_sums: Callable[[Tensor], tuple[Tensor, Tensor]]
     softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    pack_weights: PackWeights
     routed_experts: RoutedExperts
     autonomous_experts: AutonomousExperts

@@ -335,12 +335,6 @@ BROKEN += [
         1,
         "--gradient-accumulation-fusion .* --fp8-format hybrid .* Engine: remove one of them",
     ),
-    ({"pack_weights_once": True}, 1, "--pack-weights-once .* in fp32: set --bf16, or leave it out"),
-    (
-        {"pack_weights_once": True, "bf16": True, "fp8_format": "hybrid"},
-        1,
-        "--pack-weights-once .* --fp8-format hybrid .* Engine: remove one of them",
-    ),
     (
         {"cuda_graph_warmup_steps": 5},
         1,

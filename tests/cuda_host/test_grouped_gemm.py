@@ -17,12 +17,7 @@ RAGGED = -1
 
 GroupOffsets = structure(counts=c_void_p, offsets=c_void_p, groups=c_int64, rows=c_int64)
 GroupedMatrix = structure(
-    data=c_void_p,
-    stride=c_int64,
-    group_stride=c_int64,
-    by_columns=c_bool,
-    is_cut=c_bool,
-    blocks=c_void_p,
+    data=c_void_p, stride=c_int64, group_stride=c_int64, by_columns=c_bool, is_cut=c_bool
 )
 GroupedProduct = structure(
     type=c_int,

@@ -26,13 +26,6 @@ FAULTS_OF_MODELS = [
         "return weight, weight.main_grad",
         ("tests/model/test_gradient_accumulation_fusion.py",),
     ),
-    Fault(
-        "copies of packed weights stay after the step",
-        "moe_parallel/experts/right_factors.py",
-        "each._packed = None",
-        "pass",
-        ("tests/model/test_pack_weights_once.py",),
-    ),
     # Generation with kept keys and values.
     Fault(
         "the first rows of the cache stay when a text is complete",

@@ -1,12 +1,9 @@
 """Routings of unusual shapes, and the tensors on which the operators' tests run."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,18 +16,6 @@ ROUNDING = {
     torch.bfloat16: 2e-2,
     torch.float16: 2.5e-3,
 }
-PROCESSOR = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-packs = pytest.mark.skipif(
-    "avx512_bf16" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX-512 with bf16"
-)
-packs_fp32 = pytest.mark.skipif(
-    "avx2" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX2"
-)
-of_packed_types = pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=packs_fp32), pytest.param(torch.bfloat16, marks=packs)],
-    ids=str,
-)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["BLAS", "ONEDNN", "PACKED", "WHERE_FASTER"])
+@pytest.fixture(params=["BLAS", "ONEDNN", "WHERE_FASTER"])
 def library(request: pytest.FixtureRequest, native: Ops):
-    """What computes large products on the CPU."""
+    """The library of products with results in fp32 on the CPU."""
     module = extension.load()
     before = module.set_cpu_products(getattr(module.CpuProducts, request.param))
     yield request.param

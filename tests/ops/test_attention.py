@@ -7,7 +7,6 @@ import torch
 from moe_parallel.ops.causal_attention import serves
 from tests.ops.cases import (
     LAYOUTS,
-    PROCESSOR,
     assert_close,
     assert_no_worse_than_twice,
     float64,
@@ -197,21 +196,6 @@ def test_what_it_serves():
     assert not serves(*of(torch.float32, 64, 32))
     assert not serves(*of(torch.float32, keys=9))
     assert not serves(*(x.to("meta") for x in of(torch.float32)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_serves_where_it_was_measured_to_be_faster(library, dtype):
-    q = k = torch.empty(8, 1, 4, 64, dtype=dtype)
-    kind = torch.backends.cpu.get_cpu_capability()
-    is_faster = (
-        dtype == torch.float32
-        or "GenuineIntel" not in PROCESSOR
-        or torch.cpu._is_amx_tile_supported()
-    )
-    has_kernel = dtype == torch.float32 or "avx512_bf16" in PROCESSOR
-    chosen = {"BLAS": False, "ONEDNN": True, "PACKED": True, "WHERE_FASTER": is_faster}
-    with_avx2 = kind == "AVX2" and "AuthenticAMD" in PROCESSOR
-    assert serves(q, k, k) == (with_avx2 or (kind == "AVX512" and has_kernel and chosen[library]))
 
 
 def test_other_shapes_are_refused(native):

@@ -66,27 +66,25 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
         **_of_norm_topk(tensor, norms, slots, rows),
-        "pack_weights": (tensor(3, 5, 4), 2),
-        "routed_experts": (tensor(3, 5), *experts, *routed, None, None, []),
+        "routed_experts": (tensor(3, 5), *experts, *routed, None, None),
         "routed_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
-            *(main(3, 5, 4), main(3, 2, 5), []),
+            *(main(3, 5, 4), main(3, 2, 5)),
         ),
         "autonomous_experts": (
-            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, *(None,) * 5, [], True),
+            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, *(None,) * 5, True),
         ),
         "autonomous_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4), None),
             *(tensor(6, 2), tensor(0, 4), tensor(0, 2)),
-            *(main(3, 4, 2), None, main(3, 2, 5), []),
+            *(main(3, 4, 2), None, main(3, 2, 5)),
         ),
     }
     # They have no gradient of their own; the gradient of norm_topk is the Python function's.
     once = [
         name
         for name in given
-        if name in ("norm_topk", "pack_weights", "product")
-        or name.endswith(("backward", "add", "gradient"))
+        if name in ("norm_topk", "product") or name.endswith(("backward", "add", "gradient"))
     ]
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 
@@ -184,16 +182,15 @@ def test_opcheck_of_optional_arguments(native, device):
         (of_chosen[0], None, *of_chosen[2:6], None, *of_chosen[7:]),
     )
     main = tuple(torch.zeros(3, *sizes, device=device) for sizes in ((5, 4), (2, 5)))
-    *routed, _, _, _ = given["routed_experts"]
-    packed = [torch.zeros(3, 0, device=device) for _ in range(4)]
-    torch.library.opcheck(operators.routed_experts.default, (*routed, *main, packed))
+    *routed, _, _ = given["routed_experts"]
+    torch.library.opcheck(operators.routed_experts.default, (*routed, *main))
     x, *routing = given["autonomous_experts"][:5]
     _, *weights = given["autonomous_experts"][5:9]
     c = random_tensor(3, 2, 4, dtype=torch.float32, device=device, seed=0).requires_grad_()
-    with_c = (x, *routing, None, *weights, c, *(None,) * 4, [], False)
+    with_c = (x, *routing, None, *weights, c, *(None,) * 4, False)
     torch.library.opcheck(operators.autonomous_experts.default, with_c)
     w_down, norms = given["autonomous_experts"][5], given["unpermute"][3].detach().abs()
-    with_norms = (x, *routing, w_down, *weights, c, norms, *(None,) * 3, packed[:3] * 2, False)
+    with_norms = (x, *routing, w_down, *weights, c, norms, *(None,) * 3, False)
     torch.library.opcheck(operators.autonomous_experts.default, with_norms)
 
 

@@ -7,8 +7,6 @@ from tests.ops.cases import (
     LAYOUTS,
     assert_close,
     float64,
-    of_packed_types,
-    packs,
     random_tensor,
 )
 
@@ -107,73 +105,13 @@ def test_threads_share_a_wide_product(library, native, two_threads):
     assert_close(out, wanted(a, b), torch.float32)
 
 
-#: Blocks of 64 (bf16: 128) rows, 384 (768) numbers of a sum and 128 columns, and ends that fill
-#: none. With AMX, packed products in bf16 have whole tiles of 32.
-PACKED = {torch.float32: (400, 900, 300), torch.bfloat16: (224, 832, 288)}
-only_packed = pytest.mark.parametrize("library", ["PACKED"], indirect=True)
+of_layers = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.mark.covering(3)
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("columns", [288, 260, 133])
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_a_large_product_is_rounded_once(library, native, dtype, columns, layout, accumulate):
-    rows, inner, _ = PACKED[dtype]
-    a, b = factors((rows, inner, columns), dtype, "cpu")
-    memory, out = between_columns(rows, columns, 0.5 if accumulate else torch.nan, "cpu", dtype)
-    native.product(a, LAYOUTS[layout](b), out, accumulate=accumulate)
-    exact = wanted(a, b) + 0.5 * accumulate
-    of_sums = 2e-6 * np.abs(exact).max()
-    rounding = torch.finfo(dtype).eps / 2 * (1 if library == "PACKED" else 2)
-    assert (np.abs(float64(out) - exact) <= rounding * np.abs(exact) + of_sums).all()
-    assert outside_is_kept(memory)
-
-
-@packs
-@pytest.mark.parametrize("library", ["ONEDNN", "PACKED"], indirect=True)
-@pytest.mark.parametrize(
-    ("change", "is_packed"),
-    [
-        ({}, True),
-        ({"rows": 32}, True),
-        ({"rows": 1}, False),
-        ({"rows": 1040}, False),
-        ({"inner": 352}, False),
-        ({"inner": 801}, False),  # of pairs
-        ({"dtype": torch.float16}, False),
-        ({"layout": "transposed"}, False),
-        ({"layout": "gaps"}, False),
-    ],
-    ids=str,
-)
-def test_which_products_are_packed(library, native, change, is_packed):
-    """The others are ATen's, as without packing."""
-    rows, inner, columns = PACKED[torch.bfloat16]
-    given = {"rows": rows, "inner": inner, "dtype": torch.bfloat16, "layout": "contiguous"} | change
-    a, b = factors((given["rows"], given["inner"], columns), given["dtype"], "cpu")
-    with torch.profiler.profile() as profiled:
-        native.product(LAYOUTS[given["layout"]](a), b)
-    by_aten = any(event.name == "aten::mm" for event in profiled.events())
-    assert by_aten != (is_packed and library == "PACKED")
-
-
-@only_packed
-@of_packed_types
-def test_threads_share_a_large_product(library, native, two_threads, dtype):
-    """Also panels that are left over, whose rows they divide. No bit depends on the threads."""
-    for columns in (288, 96, 416):
-        torch.set_num_threads(2)
-        a, b = factors((*PACKED[dtype][:2], columns), dtype, "cpu")
-        by_two = native.product(a, b)
-        torch.set_num_threads(1)
-        assert torch.equal(native.product(a, b), by_two)
-
-
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@of_layers
 def test_what_is_not_finite_stays_in_its_row(library, native, dtype):
     """And what lies between the rows is not read."""
-    rows, inner, columns = PACKED[dtype]
+    rows, inner, columns = LARGE
     wide, b = factors((rows, inner + 32, columns), dtype, "cpu")
     wide[:, inner:] = torch.inf
     wide[7, 5] = torch.inf
@@ -183,10 +121,10 @@ def test_what_is_not_finite_stays_in_its_row(library, native, dtype):
     assert bool(y.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@of_layers
 def test_rows_that_share_their_memory(library, native, dtype):
     """As the gradient of a sum over tokens."""
-    rows, inner, columns = PACKED[dtype]
+    rows, inner, columns = LARGE
     a, b = factors((1, inner, columns), dtype, "cpu")
     y = native.product(a.expand(rows, -1), b)
     assert_close(y, np.repeat(wanted(a, b), rows, axis=0), dtype)

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from moe_parallel.ops import Ops, select_backend
-from tests.ops.cases import packs
 from tools.bench.contender import Absent, Bench, BenchContender
-from tools.bench.cpu_products import PACKED
 from tools.bench.inputs import LEAST_MARGIN, Draw
 from tools.bench.measurement import disagreement
 from tools.bench.peers import huggingface, megatron
@@ -78,33 +76,6 @@ def test_the_peers_of_the_routed_layer() -> None:
     assert {f"HF Mixtral {name}" for name in ("eager", "grouped_mm", "batched_mm")} <= names
     absent = {c.name: c.reason for c in bench.peers if isinstance(c, Absent)}
     assert (megatron.NAME in absent) is torch.cuda.is_available(), absent.get(megatron.NAME)
-
-
-@packs
-@pytest.mark.parametrize(
-    ("op", "compared"), [("routed_layer", "ours"), ("aoe_layer", "ours, full, kept")]
-)
-def test_a_layer_is_also_timed_with_products_that_are_not_the_default(
-    op: str, compared: str
-) -> None:
-    """In both passes one of the two has ATen's products, and the other packed ones."""
-    native = select_backend("native")
-    bench = bench_of(op, native, torch.bfloat16, BenchSize(T=512, d=384, n=1, K=1, f=384, l=64))
-    first, other = bench.ours[:2]
-    of_aten = {}
-    for contender in (first, other, first):  # afterward the default is as before
-        with torch.profiler.profile() as forward:
-            outputs = contender.forward()
-        with torch.profiler.profile() as backward:
-            contender.backward(outputs)
-        of_aten[contender.name] = [
-            sum(event.name == "aten::mm" for event in profiled.events())
-            for profiled in (forward, backward)
-        ]
-    names = [other.name, compared] if other.name == PACKED else [compared, other.name]
-    packed, not_packed = (of_aten[name] for name in names)
-    assert packed[0] < not_packed[0]
-    assert packed[1] < not_packed[1]
 
 
 def test_a_peer_that_would_take_all_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,28 +5,6 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// silu(gate) up p
-template <class Sum>
-inline Vector<Sum> activated(Sum p, Vector<Sum> gate, Vector<Sum> up) {
-  return p * gate / (Sum{1} + exp(-gate)) * up;
-}
-
-// The gradients of gate and up, h, and the terms of the gradient of p.
-template <class Sum>
-struct Differentiated {
-  Vector<Sum> dgate, dup, h, dp;
-};
-
-template <class Sum>
-inline Differentiated<Sum> differentiated(Sum p, Vector<Sum> dh, Vector<Sum> gate, Vector<Sum> up) {
-  const Vector<Sum> sigmoid = Sum{1} / (Sum{1} + exp(-gate));
-  const Vector<Sum> silu = gate * sigmoid;
-  return {.dgate = p * dh * up * sigmoid * (Sum{1} + gate * (Sum{1} - sigmoid)),
-          .dup = p * dh * silu,
-          .h = p * silu * up,
-          .dp = dh * silu * up};
-}
-
 // Both kernels prefetch the next row of all inputs and outputs. The hardware does not foresee it if
 // there are gaps between rows, and a cache line must be read before it is written.
 
@@ -43,7 +21,8 @@ inline void swiglu(const Swiglu& task, int64_t begin, int64_t end) {
         prefetch<1>(gate + task.gate_stride + i);
         prefetch<1>(up + task.up_stride + i);
         prefetch<1>(h + task.width + i);
-        lanes.store(h + i, activated<Sum>(p, lanes.load(gate + i), lanes.load(up + i)));
+        const Vector<Sum> g = lanes.load(gate + i);
+        lanes.store(h + i, p * g / (Sum{1} + exp(-g)) * lanes.load(up + i));
       });
     }
   });
@@ -69,12 +48,13 @@ inline void swiglu_backward(const SwigluBackward& task, int64_t begin, int64_t e
         prefetch<1>(dgate + task.dgate_stride + i);
         prefetch<1>(dup + task.dup_stride + i);
         if (h) prefetch<1>(h + task.width + i);
-        const auto of =
-            differentiated<Sum>(p, lanes.load(dh + i), lanes.load(gate + i), lanes.load(up + i));
-        dp += of.dp;
-        lanes.store(dgate + i, of.dgate);
-        lanes.store(dup + i, of.dup);
-        if (h) lanes.store(h + i, of.h);
+        const Vector<Sum> g = lanes.load(gate + i), u = lanes.load(up + i), d = lanes.load(dh + i);
+        const Vector<Sum> sigmoid = Sum{1} / (Sum{1} + exp(-g));
+        const Vector<Sum> silu = g * sigmoid;
+        dp += d * silu * u;
+        lanes.store(dgate + i, p * d * u * sigmoid * (Sum{1} + g * (Sum{1} - sigmoid)));
+        lanes.store(dup + i, p * d * silu);
+        if (h) lanes.store(h + i, p * silu * u);
       });
       if (task.dprobs) {
         static_cast<Sum*>(task.dprobs)[row] = sum_of_lanes<Sum>(dp);

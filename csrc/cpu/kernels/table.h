@@ -6,10 +6,9 @@
 
 #include "../capability.h"
 #include "attention.h"
-#include "epilogues.h"
+#include "block_product.h"
 #include "expert_merge.h"
 #include "norm_topk.h"
-#include "packing.h"
 #include "permute.h"
 #include "rms_norm.h"
 #include "rotary.h"
@@ -30,10 +29,6 @@ extern const Kernels kKernels = {
     .rotary = rotary,
     .transpose_words = transpose_words,
     .pair_rows = pair_rows,
-    .store_rows = store_rows,
-    .activate_rows = activate_rows,
-    .differentiate_rows = differentiate_rows,
-    .differentiate_gate_rows = differentiate_gate_rows,
     .softmax_sums = softmax_sums,
     .softmax_gradient = softmax_gradient,
     .attention_weights = attention_weights,

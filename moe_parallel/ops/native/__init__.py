@@ -15,7 +15,6 @@ from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
 from moe_parallel.ops.native.packed_rows import pack_rows  # noqa: E402
-from moe_parallel.ops.native.packed_weights import pack_weights  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
@@ -33,7 +32,6 @@ __all__ = [
     "grouped_gemm",
     "norm_topk",
     "pack_rows",
-    "pack_weights",
     "permute",
     "product",
     "rms_norm",

@@ -29,7 +29,6 @@ def autonomous_experts(
     norms_TK: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-    packed: Sequence[Tensor] = (),
 ) -> Tensor:
     check_norms(norms_TK, c_TKR, row_map)
     probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
@@ -44,7 +43,6 @@ def autonomous_experts(
         c_TKR,
         norms_TK,
         *(main_gradients or (None, None, None)),
-        list(packed),
         not recompute_gate,
     )
     if missing := padding.missing_columns(x_TD, w_out_EWD.size(1)):
@@ -70,7 +68,6 @@ def _(
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
-    packed: list[Tensor],
     keep_g: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, (_, rank, width) = slots.size(0), w_up.shape
@@ -102,7 +99,6 @@ def _(
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
-    packed: list[Tensor],
 ) -> tuple[Tensor, ...]:
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
     dc_TKR = x.new_empty(0, w_up.size(1))
@@ -117,9 +113,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
-    *given, main_up, main_p, main_out, ctx.packed, _ = (
-        inputs  # c_TKR and norms are the last of those given
-    )
+    *given, main_up, main_p, main_out, _ = inputs  # c_TKR and norms are the last of those given
     ctx.joins_norms = given[-1] is not None
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
@@ -130,10 +124,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _for_autograd(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """What the C++ operator for the backward pass returns, by input up to those packed.
-
-    None: not needed.
-    """
+    """What the C++ operator for the backward pass returns, by input; None: not needed."""
     dx, dprobs, dw_down, *dw, dc_TKR = gradients
     apart = not ctx.joins_norms  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
@@ -146,18 +137,17 @@ def _for_autograd(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None,
         dw_down if needs_w_down else None,
         *gradients_not_added(dw, ctx.main_gradients),
         dc_TKR if apart and needs_c else None,
-        *(None,) * 4,
+        *(None,) * 5,
     )
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Any, ...]:
-    of_packed = [None] * len(ctx.packed)
+def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return *(None,) * 14, of_packed, None
+        return (None,) * 15
     saved = ctx.saved_tensors  # read once: checkpointing allows no second
-    gradients = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients, ctx.packed)
-    return *_for_autograd(ctx, gradients), of_packed, None
+    gradients = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients)
+    return _for_autograd(ctx, gradients)
 
 
 torch.library.register_autograd("moe_parallel::autonomous_experts", _backward, setup_context=_save)
@@ -178,19 +168,19 @@ class _Padded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 17
+            return (None,) * 16
         saved, main = ctx.saved_tensors, ctx.main_gradients
         weights = _padded(saved[6:9], ctx.missing)
         sums = [*map(padding.zeros_for, main, weights)]
         dx, dprobs, dw_down, *dw, dc_TKR = _ops.autonomous_experts_backward(
-            dy, *saved[:6], *weights, *saved[9:], *sums, ctx.packed
+            dy, *saved[:6], *weights, *saved[9:], *sums
         )
         for i, (to, added) in enumerate(zip(main, sums, strict=True)):
             if to is None or added is None:
                 dw[i] = padding.without_padding(dw[i], saved[6 + i])
             else:
                 to += padding.without_padding(added, to)
-        return *_for_autograd(ctx, (dx, dprobs, dw_down, *dw, dc_TKR)), None, None, None
+        return *_for_autograd(ctx, (dx, dprobs, dw_down, *dw, dc_TKR)), None
 
 
 def _padded(weights: Sequence[Tensor], missing: int) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """The routed layer as one operator, which returns no intermediate result but x [W_g | W_p]."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ def routed_experts(
     w_out_EFD: Tensor,
     *,
     main_gradients: tuple[Tensor, Tensor] | None = None,
-    packed: Sequence[Tensor] = (),
 ) -> Tensor:
     probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
-    weights, main = (w_gate_up_ED2F, w_out_EFD), main_gradients or (None, None)
-    y_TD, _ = _ops.routed_experts(x_TD, probs_TK, *row_map, *weights, *main, list(packed))
+    y_TD, _ = _ops.routed_experts(
+        x_TD, probs_TK, *row_map, w_gate_up_ED2F, w_out_EFD, *(main_gradients or (None, None))
+    )
     return y_TD
 
 
@@ -42,7 +41,6 @@ def _(
     w_out: Tensor,
     main_gate_up: Tensor | None,
     main_out: Tensor | None,
-    packed: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(slots.size(0), w_gate_up.size(2))
 
@@ -60,7 +58,6 @@ def _(
     gate_up: Tensor,
     main_gate_up: Tensor | None,
     main_out: Tensor | None,
-    packed: list[Tensor],
 ) -> tuple[Tensor, ...]:
     return (
         rows_like(x),
@@ -71,7 +68,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *given, main_gate_up, main_out, ctx.packed = inputs
+    *given, main_gate_up, main_out = inputs
     _, gate_up = output
     ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as gate_up
@@ -81,15 +78,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Any, ...]:
-    of_packed = [None] * len(ctx.packed)
+def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return *(None,) * 9, of_packed
-    dx, dprobs, *dw = _ops.routed_experts_backward(
-        dy, *ctx.saved_tensors, *ctx.main_gradients, ctx.packed
-    )
-    dw = gradients_not_added(dw, ctx.main_gradients)
-    return dx, dprobs, None, None, None, *dw, None, None, of_packed
+        return (None,) * 9
+    dx, dprobs, *dw = _ops.routed_experts_backward(dy, *ctx.saved_tensors, *ctx.main_gradients)
+    return dx, dprobs, None, None, None, *gradients_not_added(dw, ctx.main_gradients), None, None
 
 
 torch.library.register_autograd("moe_parallel::routed_experts", _backward, setup_context=_save)

@@ -20,7 +20,6 @@ from tools.bench.contender import (
     Products,
     Values,
 )
-from tools.bench.cpu_products import with_other_products
 from tools.bench.inputs import Draw, leaf
 from tools.bench.layer import RoutedLayerWork
 from tools.bench.peers import huggingface, megatron, torch_ops
@@ -42,14 +41,12 @@ MOST_WEIGHTS_OF_COMPOSITION = 100_000_000
 def routed_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     layer = RoutedLayerWork.drawn(size, draw)
     products = Products(((size.rows, size.d, 2 * size.f), (size.rows, size.f, size.d)))
-    fused = layer.contender(OURS, lambda: [_routed(layer, ours)])
     return Bench(
         "routed_layer",
         size,
         draw.dtype,
         [
-            fused,
-            *with_other_products(fused, draw.dtype),
+            layer.contender(OURS, lambda: [_routed(layer, ours)]),
             layer.contender(UNFUSED, lambda: [_op_by_op(layer, ours)]),
         ],
         [
@@ -110,14 +107,12 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
         (size.rows, size.d, size.wide),
         (size.rows, size.wide, size.d),
     ))  # fmt: skip
-    full = autonomous(FULL_KEPT, kept=True)
     return Bench(
         "aoe_layer",
         size,
         draw.dtype,
         [
-            full,
-            *with_other_products(full, draw.dtype),
+            autonomous(FULL_KEPT, kept=True),
             autonomous(FULL_KEPT_WITH_G, kept=True, keeps_g=True),
             autonomous(FULL_RECOMPUTED),
             autonomous(SELECTED, selected=True),

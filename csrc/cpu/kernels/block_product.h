@@ -4,7 +4,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "../../packing.h"
+#include "../../block_product.h"
 #include "vectors.h"
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
