@@ -55,7 +55,7 @@ SHARED = {
     },
     CSRC / "cpu" / "kernels": {"block_product", "table", "vectors"},
     CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
-    NATIVE: {"main_gradients"},
+    NATIVE: {"fake", "main_gradients"},
     TESTS: {
         "aligned_rows",
         "backends",

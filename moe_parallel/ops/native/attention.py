@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 
 _ops = torch.ops.moe_parallel
@@ -15,18 +16,14 @@ def attention(q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, scale: float) -> T
     return _ops.attention(q_SBHC, k_SBGC, v_SBGC, scale)[0]
 
 
-@torch.library.register_fake("moe_parallel::attention")
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+@fake("attention")
+def _(q: Tensor) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = q.shape
     logsumexp = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), logsumexp
 
 
-@torch.library.register_fake("moe_parallel::attention_backward")
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+fake_like("attention_backward", "q", "k", "v")
 
 
 def _save(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops import padding
+from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.native.packed_rows import rows_like
 from moe_parallel.ops.reference import accumulation_dtype, check_norms
@@ -52,23 +53,9 @@ def autonomous_experts(
     return y_TD
 
 
-@torch.library.register_fake("moe_parallel::autonomous_experts")
+@fake("autonomous_experts")
 def _(
-    x: Tensor,
-    probs: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    w_down: Tensor | None,
-    w_up: Tensor,
-    w_p: Tensor,
-    w_out: Tensor,
-    c_TKR: Tensor | None,
-    norms: Tensor | None,
-    main_up: Tensor | None,
-    main_p: Tensor | None,
-    main_out: Tensor | None,
-    keep_g: bool,
+    x: Tensor, slots: Tensor, w_up: Tensor, c_TKR: Tensor | None, keep_g: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, (_, rank, width) = slots.size(0), w_up.shape
     return (
@@ -79,23 +66,16 @@ def _(
     )
 
 
-@torch.library.register_fake("moe_parallel::autonomous_experts_backward")
+@fake("autonomous_experts_backward")
 def _(
-    dy: Tensor,
     x: Tensor,
     probs: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
     w_down: Tensor | None,
     w_up: Tensor,
     w_p: Tensor,
     w_out: Tensor,
     c_TKR: Tensor | None,
     norms: Tensor | None,
-    p: Tensor,
-    c_NR: Tensor,
-    g: Tensor,
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 
 _ops = torch.ops.moe_parallel
@@ -15,14 +16,12 @@ def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
     return _ops.expert_merge(weights_PE.to(accumulation_dtype(w_EIO.dtype)), w_EIO)
 
 
-@torch.library.register_fake("moe_parallel::expert_merge")
+@fake("expert_merge")
 def _(weights: Tensor, w: Tensor) -> Tensor:
     return w.new_empty(weights.size(0), w.size(1), w.size(2))
 
 
-@torch.library.register_fake("moe_parallel::expert_merge_backward")
-def _(dmerged: Tensor, weights: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return weights.new_empty(weights.shape), w.new_empty(w.shape)
+fake_like("expert_merge_backward", "weights", "w")
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake, fake_like
+
 _ops = torch.ops.moe_parallel
 
 
@@ -12,19 +14,17 @@ def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     return _ops.grouped_gemm(x_NI, w_EIO, counts_E)
 
 
-@torch.library.register_fake("moe_parallel::grouped_gemm")
-def _(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+@fake("grouped_gemm")
+def _(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(x.size(0), w.size(2))
 
 
-@torch.library.register_fake("moe_parallel::grouped_outer")
+@fake("grouped_outer")
 def _(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.size(0), x.size(1), y.size(1))
 
 
-@torch.library.register_fake("moe_parallel::grouped_outer_add")
-def _(total: Tensor, x: Tensor, y: Tensor, counts: Tensor) -> None:
-    return None
+fake_like("grouped_outer_add")
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.fp8_norms import fp8_norms
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.native.routing_map import routing_map
 from moe_parallel.ops.reference import (
     accumulation_dtype,
@@ -79,10 +80,8 @@ def _screened(
     return NormScores(norms_TE, experts_TK, c_NR[row_TE.gather(1, experts_TK)])
 
 
-@torch.library.register_fake("moe_parallel::norm_topk")
-def _(
-    x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@fake("norm_topk")
+def _(x: Tensor, w: Tensor, k: int, keep: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, (experts, _, rank) = x.size(0), w.shape
     return (
         x.new_empty(tokens, experts, dtype=accumulation_dtype(x.dtype)),
@@ -92,33 +91,8 @@ def _(
     )
 
 
-@torch.library.register_fake("moe_parallel::norm_topk_backward")
-def _(
-    dnorms: Tensor,
-    dc_TKR: Tensor | None,
-    x: Tensor,
-    w: Tensor,
-    norms: Tensor,
-    experts: Tensor,
-    c_TER: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), w.new_empty(w.shape)
-
-
-@torch.library.register_fake("moe_parallel::norm_topk_chosen_backward")
-def _(
-    dnorms: Tensor,
-    dc_TKR: Tensor | None,
-    x: Tensor,
-    w: Tensor,
-    norms: Tensor,
-    experts: Tensor,
-    c_TKR: Tensor | None,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), w.new_empty(w.shape)
+fake_like("norm_topk_backward", "x", "w")
+fake_like("norm_topk_chosen_backward", "x", "w")
 
 
 class _Gradient(torch.autograd.Function):

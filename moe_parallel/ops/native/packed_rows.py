@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.packed_rows import packed_width, sum_dtype
 from moe_parallel.ops.types import RowMap
 
@@ -18,17 +19,13 @@ def pack_rows(
     return _ops.pack_rows(x_TD, probs_TK, row_map.slots_N, row_map.rows_TK, c_TKR, width)
 
 
-@torch.library.register_fake("moe_parallel::pack_rows")
-def _(
-    x: Tensor, probs: Tensor, slots: Tensor, rows: Tensor, c_TKR: Tensor | None, width: int
-) -> Tensor:
+@fake("pack_rows")
+def _(x: Tensor, slots: Tensor, width: int) -> Tensor:
     return x.new_empty(slots.size(0), width)
 
 
-@torch.library.register_fake("moe_parallel::pack_rows_backward")
-def _(
-    dpacked: Tensor, slots: Tensor, rows: Tensor, token_width: int, rank: int
-) -> tuple[Tensor, ...]:
+@fake("pack_rows_backward")
+def _(dpacked: Tensor, rows: Tensor, token_width: int, rank: int) -> tuple[Tensor, ...]:
     return (
         dpacked.new_empty(rows.size(0), token_width),
         dpacked.new_empty(rows.shape, dtype=sum_dtype(dpacked.dtype)),

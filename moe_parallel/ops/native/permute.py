@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
@@ -14,8 +15,8 @@ def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
     return _ops.permute(x_TD, row_map.slots_N, row_map.rows_TK)
 
 
-@torch.library.register_fake("moe_parallel::permute")
-def _(x: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+@fake("permute")
+def _(x: Tensor, slots: Tensor) -> Tensor:
     return x.new_empty(slots.size(0), x.size(1))
 
 

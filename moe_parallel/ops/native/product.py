@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_parallel.ops.native.fake import fake_like
+
 _ops = torch.ops.moe_parallel
 
 
@@ -19,9 +21,7 @@ def product(
     return out_NO
 
 
-@torch.library.register_fake("moe_parallel::product")
-def _(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    return None
+fake_like("product")
 
 
 @register_flop_formula(torch.ops.moe_parallel.product)

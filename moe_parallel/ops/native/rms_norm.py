@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.rms_norm import rms_norm as plain_rms_norm
 
@@ -23,14 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.view(x.shape)
 
 
-@torch.library.register_fake("moe_parallel::rms_norm")
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@fake("rms_norm")
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.size(0), dtype=accumulation_dtype(x.dtype))
 
 
-@torch.library.register_fake("moe_parallel::rms_norm_backward")
-def _(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+fake_like("rms_norm_backward", "x", "weight")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake, fake_like
+
 _ops = torch.ops.moe_parallel
 
 
@@ -13,9 +15,7 @@ def rotary(q_SBHC: Tensor, k_SBGC: Tensor, angles: Tensor) -> tuple[Tensor, Tens
     return q, k
 
 
-@torch.library.register_fake("moe_parallel::rotary")
-def _(q: Tensor, k: Tensor, angles: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+fake_like("rotary", "q", "k")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -36,7 +36,7 @@ def split_and_rotate(qkv_SBGX: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-@torch.library.register_fake("moe_parallel::split_and_rotate")
+@fake("split_and_rotate")
 def _(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width, (length, batch, groups, _) = angles.size(3), qkv.shape
     q = qkv.new_empty(length, batch, (qkv.size(3) // width - 2) * groups, width)
@@ -44,8 +44,8 @@ def _(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@torch.library.register_fake("moe_parallel::split_and_rotate_backward")
-def _(dq: Tensor, dk: Tensor, dv: Tensor, angles: Tensor) -> Tensor:
+@fake("split_and_rotate_backward")
+def _(dq: Tensor, dk: Tensor) -> Tensor:
     length, batch, groups, width = dk.shape
     return dq.new_empty(length, batch, groups, (dq.size(2) // groups + 2) * width)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.native.packed_rows import rows_like
 from moe_parallel.ops.reference import accumulation_dtype
@@ -30,32 +31,17 @@ def routed_experts(
     return y_TD
 
 
-@torch.library.register_fake("moe_parallel::routed_experts")
-def _(
-    x: Tensor,
-    probs: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    w_gate_up: Tensor,
-    w_out: Tensor,
-    main_gate_up: Tensor | None,
-    main_out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+@fake("routed_experts")
+def _(x: Tensor, slots: Tensor, w_gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(slots.size(0), w_gate_up.size(2))
 
 
-@torch.library.register_fake("moe_parallel::routed_experts_backward")
+@fake("routed_experts_backward")
 def _(
-    dy: Tensor,
     x: Tensor,
     probs: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
     w_gate_up: Tensor,
     w_out: Tensor,
-    gate_up: Tensor,
     main_gate_up: Tensor | None,
     main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
@@ -17,7 +18,7 @@ def routing_map(
     return RowMap(*_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, all_chosen))
 
 
-@torch.library.register_fake("moe_parallel::routing_map")
+@fake("routing_map")
 def _(
     experts: Tensor, num_experts: int, pad_rows_per_expert: int | None, all_chosen: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 
 _ops = torch.ops.moe_parallel
@@ -17,12 +18,10 @@ def softmax_gradient(logits_RV: Tensor, labels_R: Tensor, most_R: Tensor, sums_R
     _ops.softmax_gradient(logits_RV.detach(), labels_R, most_R, sums_R)
 
 
-@torch.library.register_fake("moe_parallel::softmax_sums")
+@fake("softmax_sums")
 def _(logits: Tensor) -> tuple[Tensor, Tensor]:
     sums = logits.new_empty(logits.size(0), dtype=accumulation_dtype(logits.dtype))
     return sums, torch.empty_like(sums)
 
 
-@torch.library.register_fake("moe_parallel::softmax_gradient")
-def _(logits: Tensor, labels: Tensor, most: Tensor, sums: Tensor) -> None:
-    return None
+fake_like("softmax_gradient")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 
 _ops = torch.ops.moe_parallel
@@ -17,15 +18,11 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Ten
     return _ops.swiglu(gate_NF, up_NF, probs_N)
 
 
-@torch.library.register_fake("moe_parallel::swiglu")
-def _(gate: Tensor, up: Tensor, probabilities: Tensor | None) -> Tensor:
-    return gate.new_empty(gate.shape)
+fake_like("swiglu", "gate")
 
 
-@torch.library.register_fake("moe_parallel::swiglu_backward")
-def _(
-    dh: Tensor, gate: Tensor, up: Tensor, probabilities: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake("swiglu_backward")
+def _(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dprobs = gate.new_empty(gate.size(0), dtype=accumulation_dtype(gate.dtype))
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape), dprobs
 
@@ -48,14 +45,12 @@ def swiglu_halves(gate_up_N2F: Tensor) -> Tensor:
     return _ops.swiglu_halves(gate_up_N2F)
 
 
-@torch.library.register_fake("moe_parallel::swiglu_halves")
+@fake("swiglu_halves")
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
 
 
-@torch.library.register_fake("moe_parallel::swiglu_halves_backward")
-def _(dh: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
+fake_like("swiglu_halves_backward", "gate_up")
 
 
 @once_differentiable

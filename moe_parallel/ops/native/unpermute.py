@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.types import RowMap
 
@@ -18,14 +19,12 @@ def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> 
     return _ops.unpermute(y_ND, row_map.slots_N, row_map.rows_TK, probs_TK)
 
 
-@torch.library.register_fake("moe_parallel::unpermute")
-def _(y: Tensor, slots: Tensor, rows: Tensor, probs: Tensor | None) -> Tensor:
+@fake("unpermute")
+def _(y: Tensor, rows: Tensor) -> Tensor:
     return y.new_empty(rows.size(0), y.size(1))
 
 
-@torch.library.register_fake("moe_parallel::unpermute_backward")
-def _(dout: Tensor, y: Tensor, slots: Tensor, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), probs.new_empty(probs.shape)
+fake_like("unpermute_backward", "y", "probs")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
