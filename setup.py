@@ -159,7 +159,7 @@ def describe_extension(home: Path | None, cutlass: Path | None):
     operators, kernels = ["*.cpp"], ["cpu/*.cpp"]
     if cuda:
         operators += ["cuda/*.cpp"]
-        kernels += ["cuda/*.cu", "cuda/fused/*.cu"]
+        kernels += ["cuda/*.cu"]
     if cutlass:
         kernels += ["cuda/cutlass/*.cu"]
     parts = [p for pattern in operators for p in sorted(csrc.glob(pattern))]
@@ -211,7 +211,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         """Compiles what serves Hopper alone for Hopper alone. For other architectures its kernels
         are empty, and CUTLASS costs half a minute a file all the same."""
         wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
-        hopper = [s for s in extension.sources if Path(s).match("cuda/cutlass/hopper_*.cu")]
+        hopper = [s for s in extension.sources if "hopper" in Path(s).name]
         if hopper and HOPPER in re.split("[; ]", wanted):
             os.environ["TORCH_CUDA_ARCH_LIST"] = HOPPER
             extension.sources = [s for s in extension.sources if s not in hopper]

@@ -56,19 +56,6 @@ struct Weights {
   }
 };
 
-StoreRows rows_to(at::Tensor& out) {
-  return {.d = out.mutable_data_ptr(), .stride = out.stride(0), .accumulate = false};
-}
-
-// out = x v + y w, where the rows of each group are multiplied by the group's matrices.
-void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, const at::Tensor& y,
-                  const at::Tensor& w, const at::Tensor& groups) {
-  const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};
-  if (fused_gemm({first, second}, groups, out.size(0), rows_to(out))) return;
-  grouped_gemm_out(out, x, v, groups);
-  grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
-}
-
 // dL/dp / p by choice, where the probs are the softmax of the norms p: `softmax_of_selected` of
 // selection/topk.py. The autonomous layer asserts that rule before it gives norms.
 at::Tensor factors_of_probs(const at::Tensor& dprobs, const at::Tensor& probs,
@@ -99,21 +86,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
   auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
-    auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
-    auto p_products = block.product(p);
+    const auto groups = block.product_counts;
+    auto h = block.part(h_memory), p_rows = block.product(p), y_rows = block.product(y);
     const auto x_rows = map.gather(x_memory, tokens, block);
-    auto c_rows = c_TKR ? at::Tensor() : block.product(c_NR);
+    auto c_rows = c_TKR ? map.gather_choices(c_memory, c_2d, block) : block.product(c_NR);
     if (!c_TKR) grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
-    grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
-    const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
-    if (keep_g ||
-        !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
-      if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
-      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
-      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
-    }
+    grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
+    auto g_rows = keep_g ? block.product(g) : block.product(g_memory);
+    grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+    swiglu_out(h, g_rows.narrow(0, 0, block.num_rows), block.rows(p), block.rows(probs_of_rows));
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
   return {map.sum(map.only_rows(y)), map.only_rows(p), map.only_rows(c_NR), map.only_rows(g)};
@@ -182,21 +163,13 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
     const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
-    const auto p_rows = block.rows(p_2d), row_probs = block.rows(probs_of_rows);
-    if (has_g) {
-      swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, block.rows(g), p_rows,
-                                 row_probs, dh_memory);
-    } else {
-      auto dh_rows = dh_memory.rows(block.product_rows);
-      grouped_gemm_out(dh_rows, dy_rows, transposed(w_out), groups);
-      if (!fused_swiglu_backward_of_gate(to, dh_rows, rows_of(c_rows), block.experts(w_up), groups,
-                                         p_rows, row_probs)) {
-        auto g_products = block.product(g_memory);
-        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-        swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows),
-                            g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
-      }
-    }
+    auto dh_rows = dh_memory.rows(block.product_rows);
+    grouped_gemm_out(dh_rows, dy_rows, transposed(w_out), groups);
+    auto g_rows = has_g ? block.rows(g) : block.product(g_memory);
+    if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+    swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows),
+                        g_rows.narrow(0, 0, block.num_rows), block.rows(p_2d),
+                        block.rows(probs_of_rows));
     dw_out.take(block, block.product(h_memory), dy_rows);
 
     auto dc_rows = c_TKR ? block.product(dc_NR) : block.product(dc_memory),
@@ -207,12 +180,10 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     const auto x_rows = map.gather(row_memory, tokens, block);
     dw_p.take(block, x_rows, dp);
-    if (c_TKR) {
-      grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
-      continue;
-    }
+    grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
+    if (c_TKR) continue;
     dw_down->take(block, x_rows, dc_rows);
-    add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
+    grouped_gemm_out(dx_rows, dc_rows, transposed(*w_down), groups, /*accumulate=*/true);
   }
   const auto dprobs = map.values_by_choice(dprobs_of_rows);
   if (norms) {

@@ -4,7 +4,6 @@
 #include "attention.h"
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
-#include "fused_gemm.h"
 #include "grouped_gemm_tiling.h"
 #include "onednn_product.h"
 
@@ -24,14 +23,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "What this was built with: cuda (bool), torch (its version), cuda_architectures (a str), "
       "cutlass (bool); and cpu_capability, the vector instructions that the CPU kernels use here "
       "(a str).");
-  pybind11::enum_<moe_parallel::Fusing>(m, "Fusing")
-      .value("NEVER", moe_parallel::Fusing::kNever)
-      .value("WHERE_FASTER", moe_parallel::Fusing::kWhereFaster)
-      .value("ALWAYS", moe_parallel::Fusing::kAlways);
-  m.def("set_fusing", &moe_parallel::set_fusing,
-        "Whether products on CUDA run in one kernel with the steps around them, for this process: "
-        "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
-        "before.");
   pybind11::enum_<moe_parallel::Tiling>(m, "Tiling")
       .value("WHERE_FASTER", moe_parallel::Tiling::kWhereFaster)
       .value("SQUARE", moe_parallel::Tiling::kSquare)

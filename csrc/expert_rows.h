@@ -11,7 +11,6 @@
 #include <optional>
 #include <vector>
 
-#include "fused_gemm.h"
 #include "grouped_gemm.h"
 #include "grouped_gemm_wide.h"
 #include "launch.h"
@@ -111,14 +110,6 @@ class ExpertRows {
     return gather_slots(memory, choices, block, 1);
   }
 
-  // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
-  GatheredRows gathered(const at::Tensor& x, const RowBlock& block) const {
-    return on_load(x, block, rows_.size(1));
-  }
-  GatheredRows gathered_choices(const at::Tensor& choices, const RowBlock& block) const {
-    return on_load(choices, block, 1);
-  }
-
   // The inverse of gather_choices() as [tokens, choices, width], with zeros for a choice without a
   // row.
   at::Tensor by_choice(const at::Tensor& y) const {
@@ -160,13 +151,6 @@ class ExpertRows {
     auto picked = at::empty(index.sizes(), values.options());
     gather_rows_out(picked.view({-1, 1}), values.contiguous().view({-1, 1}), index, 1);
     return picked;
-  }
-
-  GatheredRows on_load(const at::Tensor& x, const RowBlock& block, int64_t choices) const {
-    auto rows = rows_of(x);
-    rows.slots = slots_.const_data_ptr<int64_t>() + block.first_row;
-    rows.choices = choices;
-    return rows;
   }
 
   at::Tensor gather_slots(ScratchRows& memory, const at::Tensor& x, const RowBlock& block,

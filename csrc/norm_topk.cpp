@@ -9,7 +9,6 @@
 #include <optional>
 #include <tuple>
 
-#include "fused_gemm.h"
 #include "grouped_gemm_wide.h"
 #include "launch.h"
 #include "norm_topk_gradient.h"
@@ -37,8 +36,8 @@ struct Selection {
   at::Tensor c_TKR;  // empty: not computed
   int64_t rank;
 
-  // `squares`: from fused_squares(), or undefined. With squares, `c` may be undefined if c_TKR
-  // is not computed.
+  // `squares`: from sum_squares(), or undefined. With squares, `c` may be undefined if c_TKR is not
+  // computed.
   void score(int64_t first, int64_t tokens, const at::Tensor& c, const at::Tensor& squares,
              ScalarType type, int64_t row_bytes) {
     const auto tile_of = [&](at::Tensor& tensor) {
@@ -56,21 +55,38 @@ struct Selection {
                        .rank = rank,
                        .k = experts.size(1),
                        .row_bytes = row_bytes,
-                       .squares = squares.defined() ? squares.const_data_ptr<float>() : nullptr,
-                       .squares_per_norm = rank / kColumnsOfSum});
+                       .squares = squares.defined() ? squares.const_data_ptr<float>() : nullptr});
   }
 };
 
 // Computes C = x W in a kernel that also sums the squares of C, and returns these sums. Returns an
 // undefined tensor if no kernel supports it. `c` is written if it is defined.
-at::Tensor fused_squares(const at::Tensor& x, const at::Tensor& w, const at::Tensor& c) {
+at::Tensor sum_squares(const at::Tensor& x, const at::Tensor& w, const at::Tensor& c) {
   const int64_t columns = w.size(0) * w.size(2);
-  if (w.size(2) % kColumnsOfSum != 0) return {};
+  if (x.stride(1) != 1 || w.stride(2) != 1 || w.size(2) % kColumnsOfSquares != 0) return {};
   const auto squares =
-      at::empty({x.size(0), columns / kColumnsOfSum}, x.options().dtype(at::kFloat));
-  const SquareRows to{.squares = squares.mutable_data_ptr<float>(),
-                      .c = c.defined() ? c.mutable_data_ptr() : nullptr};
-  return fused_products(x, w, to) ? squares : at::Tensor();
+      at::empty({x.size(0), columns / kColumnsOfSquares}, x.options().dtype(at::kFloat));
+  const SumSquares task{.type = scalar_type_of("x", x),
+                        .x = x.const_data_ptr(),
+                        .w = w.const_data_ptr(),
+                        .squares = squares.mutable_data_ptr<float>(),
+                        .c = c.defined() ? c.mutable_data_ptr() : nullptr,
+                        .tokens = x.size(0),
+                        .num_experts = w.size(0),
+                        .depth = x.size(1),
+                        .rank = w.size(2),
+                        .x_stride = x.stride(0),
+                        .expert_stride = w.stride(0),
+                        .w_stride = w.stride(1)};
+#ifdef MOE_PARALLEL_CUDA
+  if (x.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    if (!run_on_cuda(task, at::cuda::getCurrentCUDAStream())) return {};
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return squares;
+  }
+#endif
+  return run_on_cpu(task) ? squares : at::Tensor();
 }
 
 }  // namespace
@@ -103,7 +119,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   // tokens at once. Otherwise C is needed again for c_TKR, and the tiles below keep it small.
   if (keep != Keep::kChosen) {
     const auto c_if_kept = keep_all ? c_TER : at::Tensor();
-    const auto squares = fused_squares(x, w, c_if_kept);
+    const auto squares = sum_squares(x, w, c_if_kept);
     if (squares.defined()) {
       to.score(0, x.size(0), c_if_kept, squares, type, row_bytes);
       return {to.norms, to.experts, to.c_TKR, c_TER};
@@ -114,7 +130,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto c_tile = keep_all ? c_TER.narrow(0, first, tokens).flatten(1) : tiles.columns(tokens);
-    const auto squares = fused_squares(x_tile, w, c_tile);
+    const auto squares = sum_squares(x_tile, w, c_tile);
     if (!squares.defined()) {
       if (!w_cat.defined()) w_cat = concatenate(w);
       product_out(c_tile, x_tile, w_cat);

@@ -43,8 +43,26 @@ struct PickChosen {
   int64_t row_bytes;
 };
 
-// The three tasks above for one C. If a product has already summed the squares of C, C is read only
-// for c_TKR.
+constexpr int kColumnsOfSquares = 32;
+
+// squares[t, j] = the sum of the squares of columns 32 j to 32 j + 31 of C = x W of all experts, in
+// float and before any rounding.
+struct SumSquares {
+  ScalarType type;  // of x, w and c
+  const void* x;    // [tokens, depth], rows `x_stride` elements apart
+  const void* w;    // [num_experts, depth, rank], matrices and rows at these distances
+  float* squares;   // [tokens, num_experts * rank / 32]
+  void* c;          // [tokens, num_experts * rank]; null: not kept
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t depth;
+  int64_t rank;
+  int64_t x_stride;
+  int64_t expert_stride;
+  int64_t w_stride;
+};
+
+// The three tasks above for one C. If SumSquares has run, C is read only for c_TKR.
 struct ScoreTokens {
   ScalarType type;    // of c_TER and c_TKR
   const void* c_TER;  // [tokens, num_experts, rank]
@@ -56,10 +74,8 @@ struct ScoreTokens {
   int64_t num_experts;
   int64_t rank;
   int64_t k;
-  int64_t row_bytes;  // of `rank` elements
-  // [tokens, num_experts, squares_per_norm], only on CUDA; null: none
-  const float* squares = nullptr;
-  int64_t squares_per_norm = 0;
+  int64_t row_bytes;               // of `rank` elements
+  const float* squares = nullptr;  // of SumSquares, only on CUDA; null: none
 };
 
 // dc_TER[t, e, :] = factors[t, e] * c_TER[t, e, :], plus dc_TKR[t, j, :] if experts[t, j] is e.
@@ -82,9 +98,13 @@ void run_on_cpu(const SelectTopK& task);
 void run_on_cpu(const PickChosen& task);
 void run_on_cpu(const ScoreTokens& task);
 void run_on_cpu(const NormGradient& task);
+// Returns false, and does nothing, where a product and then ScoreTokens are faster: everywhere but
+// on Hopper, in 16 bits.
+bool run_on_cpu(const SumSquares& task);
 #ifdef MOE_PARALLEL_CUDA
 void run_on_cuda(const ScoreTokens& task, cudaStream_t stream);
 void run_on_cuda(const NormGradient& task, cudaStream_t stream);
+bool run_on_cuda(const SumSquares& task, cudaStream_t stream);
 #endif
 
 }  // namespace moe_parallel

@@ -42,17 +42,13 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
-    const auto groups = block.product_counts, w = block.experts(w_gate_up);
-    const auto row_probs = block.rows(probs_of_rows);
-    auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.product(y);
-    const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
-    const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
-                                    w.narrow(2, width, width)};
-    if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_probs))) {
-      auto products = block.product(gate_up);
-      grouped_gemm_out(products, map.gather(x_memory, tokens, block), w, groups);
-      swiglu_out(h, gate, up, row_probs);
-    }
+    const auto groups = block.product_counts;
+    auto h = block.part(h_memory), y_rows = block.product(y), products = block.product(gate_up);
+    grouped_gemm_out(products, map.gather(x_memory, tokens, block), block.experts(w_gate_up),
+                     groups);
+    const auto gate_up_rows = block.rows(gate_up);
+    swiglu_out(h, gate_up_rows.narrow(1, 0, width), gate_up_rows.narrow(1, width, width),
+               block.rows(probs_of_rows));
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
   return {map.sum(map.only_rows(y)), map.only_rows(gate_up)};
@@ -95,8 +91,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
-    swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
-                               block.rows(probs_of_rows), dh_memory);
+    auto dh_rows = dh_memory.rows(block.product_rows);
+    grouped_gemm_out(dh_rows, dy_rows, block.experts(w_out).transpose(1, 2), groups);
+    swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows), gate, up,
+                        block.rows(probs_of_rows));
     dw_out.take(block, block.product(h_memory), dy_rows);
     d_gate_up = block.product(d_memory);
     dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);

@@ -35,7 +35,6 @@ SHARED = {
         "bindings",
         "block_product",  # for attention, and sums in fp32 by oneDNN
         "expert_rows",  # for routed_experts and autonomous_experts
-        "fused",  # products in one kernel with the operations around them
         "launch",
         "main_gradients",
         "onednn",  # products in fp32 by another library
@@ -54,7 +53,7 @@ SHARED = {
         "processor",
     },
     CSRC / "cpu" / "kernels": {"block_product", "table", "vectors"},
-    CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
+    CSRC / "cuda": {"cutlass", "hopper_ptx", "launch", "reduce", "scalar", "vector"},
     NATIVE: {"fake", "main_gradients"},
     TESTS: {
         "aligned_rows",
@@ -63,7 +62,6 @@ SHARED = {
         "capability",
         "expert_rows",
         "fp32_linear",
-        "fused",
         "main_gradients",
         "native",
         "no_waiting",

@@ -58,6 +58,8 @@ void run_on_cpu(const ScoreTokens& task) {
                         .row_bytes = task.row_bytes});
 }
 
+bool run_on_cpu(const SumSquares&) { return false; }
+
 void run_on_cpu(const NormGradient& task) {
   in_parts(task.tokens, task.num_experts * task.rank, kernels().norm_gradient, task);
 }

@@ -50,10 +50,10 @@ template <class Sum>
 __device__ inline void add_squares(const ScoreTokens& task, int64_t token, int thread, int team) {
   auto* norms = static_cast<Sum*>(task.norms) + token * task.num_experts;
   for (int64_t expert = thread; expert < task.num_experts; expert += team) {
-    const float* squares =
-        task.squares + (token * task.num_experts + expert) * task.squares_per_norm;
+    const int64_t squares_per_norm = task.rank / kColumnsOfSquares;
+    const float* squares = task.squares + (token * task.num_experts + expert) * squares_per_norm;
     Sum sum = 0;
-    for (int64_t i = 0; i < task.squares_per_norm; ++i) sum += squares[i];
+    for (int64_t i = 0; i < squares_per_norm; ++i) sum += squares[i];
     norms[expert] = sqrt(sum);
   }
 }

@@ -1,6 +1,6 @@
 #include "../unpermute.h"
 #include "reduce.cuh"
-#include "rows.cuh"
+#include "vector.cuh"
 
 namespace moe_parallel {
 namespace {
@@ -84,6 +84,22 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
   for (int j = 0; j < kChoicesInFlight; ++j) {
     const Sum sum = sum_over_lanes(dprob[j]);
     if (lane_index() == 0 && k + j < task.choices) static_cast<Sum*>(task.dprobs)[first + j] = sum;
+  }
+}
+
+// y[n] = 0 if slots[n] names none of the `choices`. A warp checks 32 rows at a time.
+template <class Word>
+__device__ inline void clear_padding(const int64_t* slots, int64_t choices, Word* y, int64_t rows,
+                                     int64_t words) {
+  for (int64_t first = first_warp() * kWarp; first < rows; first += num_warps() * kWarp) {
+    const int64_t mine = first + lane_index();
+    const int64_t slot = mine < rows ? slots[mine] : 0;
+    const bool is_padding = mine < rows && (slot < 0 || slot >= choices);
+    const unsigned padding = __ballot_sync(kAllLanes, is_padding);
+    for (int j = 0; j < kWarp; ++j) {
+      if (!(padding >> j & 1)) continue;
+      for (int64_t i = lane_index(); i < words; i += kWarp) y[(first + j) * words + i] = Word{};
+    }
   }
 }
 

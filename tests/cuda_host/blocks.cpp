@@ -22,9 +22,9 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  // The words of the current exchange and of the previous one, which some lanes may not have read
+  // The values of the current exchange and of the previous one, which some lanes may not have read
   // yet.
-  std::array<std::array<Words, kWarp>, 2> given{};
+  std::array<std::array<uint64_t, kWarp>, 2> given{};
 };
 
 // Runs a thread of one block after another. To switch, swapcontext() would call the kernel for the
@@ -114,7 +114,7 @@ bool run_warp(unsigned warp, unsigned& left) {
 // Copies arrive at a barrier only when nothing else can continue, that is, as late as possible.
 // Every other block begins with its last warp.
 void run_block(unsigned threads) {
-  forget_copies();
+  begin_block();
   for (unsigned thread = 0; thread < threads; ++thread) start(thread);
   const unsigned count = threads / kWarp;
   for (unsigned left = threads; left > 0;) {
@@ -127,7 +127,7 @@ void run_block(unsigned threads) {
       std::abort();
     }
   }
-  expect_nothing_under_way();
+  expect_no_products_under_way();
 }
 
 }  // namespace
@@ -160,19 +160,11 @@ void wait_for_warp() { wait(warps[threadIdx.x / kWarp].barrier); }
 
 std::size_t shared_bytes() { return shared_bytes_of_kernel; }
 
-std::array<Words, kWarp> exchange_words(const Words& mine) {
+const std::array<uint64_t, kWarp>& exchange(uint64_t mine) {
   Warp& warp = warps[threadIdx.x / kWarp];
   auto& given = warp.given[this_fiber().exchanges++ % 2];
   given[lane()] = mine;
   wait(warp.barrier);
-  return given;
-}
-
-std::array<uint64_t, kWarp> exchange(uint64_t mine) {
-  const auto words =
-      exchange_words({static_cast<uint32_t>(mine), static_cast<uint32_t>(mine >> 32)});
-  std::array<uint64_t, kWarp> given;
-  for (int i = 0; i < kWarp; ++i) given[i] = words[i][0] | uint64_t{words[i][1]} << 32;
   return given;
 }
 

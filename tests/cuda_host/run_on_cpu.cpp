@@ -1,7 +1,6 @@
 // Runs every task with the kernels of csrc/cuda. This library is loaded before the extension, so
 // its functions are used instead of the extension's functions with the same names.
 #include "expert_merge.h"
-#include "fused_product.h"
 #include "grouped_gemm_product.h"
 #include "norm_topk.h"
 #include "permute.h"
@@ -14,7 +13,7 @@
 namespace moe_parallel {
 namespace {
 
-int64_t tasks_run = 0, products_fused = 0, gates_fused = 0;
+int64_t tasks_run = 0, squares_summed = 0;
 
 template <class Task>
 void run(const Task& task) {
@@ -22,21 +21,8 @@ void run(const Task& task) {
   run_on_cuda(task, nullptr);
 }
 
-template <class Rows>
-bool run_fused(const FusedProduct* product, const Rows* epilogue) {
-  if (!can_fuse(*product, *epilogue)) return false;
-  ++products_fused;
-  gates_fused +=
-      std::is_same_v<Rows, ActivateGateRows> || std::is_same_v<Rows, DifferentiateGateRows>;
-  run_on_cuda(*product, *epilogue, nullptr);
-  return true;
-}
-
 }  // namespace
 
-bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue) {
-  return std::visit([&](const auto& rows) { return run_fused(&product, &rows); }, epilogue);
-}
 void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }
 void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
@@ -48,6 +34,11 @@ void run_on_cpu(const Rotary& task) { run(task); }
 void run_on_cpu(const ScoreTokens& task) { run(task); }
 void run_on_cpu(const SoftmaxGradient& task) { run(task); }
 void run_on_cpu(const SoftmaxSums& task) { run(task); }
+bool run_on_cpu(const SumSquares& task) {
+  const bool has_run = run_on_cuda(task, nullptr);
+  squares_summed += has_run;
+  return has_run;
+}
 void run_on_cpu(const Swiglu& task) { run(task); }
 void run_on_cpu(const SwigluBackward& task) { run(task); }
 void run_on_cpu(const Unpermute& task) { run(task); }
@@ -59,34 +50,12 @@ void run_on_cpu(const UnpermuteBackward& task) { run(task); }
 extern "C" {
 void emulate_gpu(int capability_major) { cuda_host::capability_major = capability_major; }
 void grant_shared_memory(bool grants) { cuda_host::grants_shared_memory = grants; }
-bool store_rows(const moe_parallel::FusedProduct* product, const moe_parallel::StoreRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
-bool activate_rows(const moe_parallel::FusedProduct* product,
-                   const moe_parallel::ActivateRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
-bool square_rows(const moe_parallel::FusedProduct* product, const moe_parallel::SquareRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
-bool differentiate_rows(const moe_parallel::FusedProduct* product,
-                        const moe_parallel::DifferentiateRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
-bool activate_gate_rows(const moe_parallel::FusedProduct* product,
-                        const moe_parallel::ActivateGateRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
-bool differentiate_gate_rows(const moe_parallel::FusedProduct* product,
-                             const moe_parallel::DifferentiateGateRows* task) {
-  return moe_parallel::run_fused(product, task);
-}
 int64_t tasks_run() { return moe_parallel::tasks_run; }
-int64_t products_fused() { return moe_parallel::products_fused; }
-int64_t gates_fused() { return moe_parallel::gates_fused; }
+int64_t squares_summed() { return moe_parallel::squares_summed; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void find_rows(const moe_parallel::FindRows* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
+bool sum_squares(const moe_parallel::SumSquares* task) { return run_on_cpu(*task); }
 void score_tokens(const moe_parallel::ScoreTokens* task) { run_on_cpu(*task); }
 void group_offsets(const moe_parallel::GroupOffsets* task) { run_on_cuda(*task, nullptr); }
 void grouped_product(const moe_parallel::GroupedProduct* task) { run_on_cuda(*task, nullptr); }

@@ -25,7 +25,6 @@ ScoreTokens = structure(
     k=c_int64,
     row_bytes=c_int64,
     squares=c_void_p,
-    squares_per_norm=c_int64,
 )
 
 

@@ -167,6 +167,28 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
         assert_no_worse_than_twice(of_native, of_reference, wanted)
 
 
+@pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
+@pytest.mark.parametrize("tokens, experts, rank, k", [(1, 2, 32, 1), (150, 9, 96, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_and_choices(native, device, dtype, tokens, experts, rank, k, keep):
+    """In sizes for which a kernel on Hopper sums the squares of C within its product."""
+    x = random_tensor(tokens, 72, dtype=dtype, device=device, seed=0).requires_grad_()
+    w = random_tensor(experts, 72, rank, dtype=dtype, device=device, seed=1).requires_grad_()
+    norms, chosen, c = native.norm_topk(x, w, k, keep=keep)
+    exact_c = torch.einsum("td,edr->ter", x.double(), w.double())
+    exact = exact_c.norm(dim=-1)
+    assert_close(norms, float64(exact), dtype)
+    assert torch.equal(chosen, norms.topk(k).indices)
+    if c is not None:
+        of_chosen = exact_c.gather(1, chosen[:, :, None].expand(-1, -1, rank))
+        assert_close(c, float64(of_chosen), dtype)
+    dnorms = random_tensor(tokens, experts, dtype=torch.float32, device=device, seed=2)
+    for found, wanted in zip(
+        gradients(norms, dnorms, x, w), gradients(exact, dnorms.double(), x, w), strict=True
+    ):
+        assert_close(found, float64(wanted), dtype)
+
+
 def test_the_gradient_of_w_is_rounded_to_bf16_once(native, device):
     """Its sum over nine tiles of tokens (on a GPU three) stays in fp32. All terms have one sign, so
     the rounding of C's gradient in bf16 averages out."""

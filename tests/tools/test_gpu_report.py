@@ -25,7 +25,6 @@ LONGEST_CALL = 540  # seconds
 EXPECTED = {
     "tests": {
         "grouped-gemm": "passed",
-        "fused-products": "passed",
         "no-waiting": "passed",
         "train-topk": "needs CUDA",
         "train-aoe": "needs CUDA",
@@ -33,8 +32,6 @@ EXPECTED = {
     },
     "operators": {
         "bench": "torch sees no CUDA GPU here",
-        "bench-fused": "torch sees no CUDA GPU here",
-        "fused-against-unfused": "bench.json",
     },
     "models": {
         "training": "--cuda-graph-impl full_iteration needs a GPU",

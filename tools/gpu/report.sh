@@ -3,7 +3,7 @@
 # each:
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
-#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products
+#     tools/gpu/report.sh operators [FOLDER]  their benchmark
 #     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; whole models
 #                                             against others; sanitizers
 #     tools/gpu/report.sh systems [FOLDER]    every system of examples/systems against the CPU
@@ -125,22 +125,16 @@ tests() {
     local folders
     mapfile -t folders < <(grep -rl --include='*.py' 'mark\.gpu' tests | xargs dirname | sort -u)
     gpu_tests grouped-gemm 60 tests/ops/test_grouped_gemm.py
-    gpu_tests fused-products 60 tests/ops/test_fused_products.py
     gpu_tests no-waiting 30 tests/ops/test_no_waiting.py
     train topk
     train aoe
     gpu_tests others 150 "${folders[@]}" --deselect tests/ops/test_grouped_gemm.py \
-        --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
+        --deselect tests/ops/test_no_waiting.py
 }
 
 operators() {
     step bench 300 "$python" tools/bench/run.py --device cuda --sizes goals \
         --json "$folder/bench.json"
-    # The same with fused kernels, to measure the gain of gathering on load and of epilogues.
-    step bench-fused 120 "$python" tools/bench/run.py --device cuda --sizes goals --fusing always \
-        --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-fused.json"
-    step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench.json" \
-        "$folder/bench-fused.json"
 }
 
 models() {
@@ -158,7 +152,7 @@ models() {
     fi
     local tool some
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
-    some="$some or as_exact_as_step_by_step and plain and bfloat16 or norms_and_choices"
+    some="$some or norms_and_choices"
     for tool in memcheck racecheck synccheck; do
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
             --full -m gpu -p no:cacheprovider tests/ops -k "$some"

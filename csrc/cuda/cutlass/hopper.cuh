@@ -115,4 +115,11 @@ struct HopperProduct {
   }
 };
 
+template <class Element, class Out, class LayoutA, class LayoutB>
+constexpr HopperTiles hopper_tiles() {
+  return {.square = instantiation_of<HopperProduct<Element, Out, LayoutA, LayoutB, SquareTile>>(),
+          .wide = instantiation_of<HopperProduct<Element, Out, LayoutA, LayoutB, WideTile>>(),
+          .narrow = instantiation_of<HopperProduct<Element, Out, LayoutA, LayoutB, NarrowTile>>()};
+}
+
 }  // namespace moe_parallel

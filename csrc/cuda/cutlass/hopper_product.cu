@@ -1,16 +1,9 @@
 #include "hopper.cuh"
 
 namespace moe_parallel {
-namespace {
 
-template <class Tile>
-using Product = HopperProduct<cutlass::bfloat16_t, cutlass::bfloat16_t, cutlass::layout::RowMajor,
-                              cutlass::layout::RowMajor, Tile>;
-
-}  // namespace
-
-extern const Instantiation kHopperProduct = instantiation_of<Product<SquareTile>>();
-extern const Instantiation kHopperProductWide = instantiation_of<Product<WideTile>>();
-extern const Instantiation kHopperProductNarrow = instantiation_of<Product<NarrowTile>>();
+extern const HopperTiles kHopperProduct =
+    hopper_tiles<cutlass::bfloat16_t, cutlass::bfloat16_t, cutlass::layout::RowMajor,
+                 cutlass::layout::RowMajor>();
 
 }  // namespace moe_parallel

@@ -16,16 +16,16 @@ constexpr Instantiation instantiation_of() {
   return {Product::workspace, Product::run};
 }
 
-// The kernels of one element type and tile, by ProductKind.
+// The kernels of an element type, by ProductKind.
 struct Instantiations {
   Instantiation product, by_transposed, outer, outer_in_float;
 };
-
-extern const Instantiation kHopperProduct, kHopperByTransposed, kHopperOuter, kHopperOuterInFloat;
-extern const Instantiation kHopperProductWide, kHopperByTransposedWide, kHopperOuterWide,
-    kHopperOuterInFloatWide;
-extern const Instantiation kHopperProductNarrow, kHopperByTransposedNarrow, kHopperOuterNarrow,
-    kHopperOuterInFloatNarrow;
 extern const Instantiations kAmpereBFloat16, kAmpereFloat16, kAmpereTf32;
+
+// The kernels of a kind for Hopper, in bf16.
+struct HopperTiles {
+  Instantiation square, wide, narrow;
+};
+extern const HopperTiles kHopperProduct, kHopperByTransposed, kHopperOuter, kHopperOuterInFloat;
 
 }  // namespace moe_parallel

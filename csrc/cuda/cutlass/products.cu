@@ -24,28 +24,26 @@ bool has_aligned_matrices(const GroupedProduct& task) {
          is_aligned(task.d, task.out_type, task.n);
 }
 
-const Instantiation& select(const Instantiations& from, ProductKind kind) {
+const Instantiation& on_ampere(const Instantiations& of_type, ProductKind kind) {
   switch (kind) {
     case ProductKind::kProduct:
-      return from.product;
+      return of_type.product;
     case ProductKind::kByTransposed:
-      return from.by_transposed;
+      return of_type.by_transposed;
     case ProductKind::kOuter:
-      return from.outer;
+      return of_type.outer;
     case ProductKind::kOuterInFloat:
       break;
   }
-  return from.outer_in_float;
+  return of_type.outer_in_float;
 }
 
-const Instantiations& hopper_instantiations(Tile tile) {
-  static const Instantiations square{kHopperProduct, kHopperByTransposed, kHopperOuter,
-                                     kHopperOuterInFloat};
-  static const Instantiations wide{kHopperProductWide, kHopperByTransposedWide, kHopperOuterWide,
-                                   kHopperOuterInFloatWide};
-  static const Instantiations narrow{kHopperProductNarrow, kHopperByTransposedNarrow,
-                                     kHopperOuterNarrow, kHopperOuterInFloatNarrow};
-  return tile == Tile::kWide ? wide : tile == Tile::kNarrow ? narrow : square;
+const Instantiation& on_hopper(ProductKind kind, Tile tile) {
+  const HopperTiles& tiles = kind == ProductKind::kProduct        ? kHopperProduct
+                             : kind == ProductKind::kByTransposed ? kHopperByTransposed
+                             : kind == ProductKind::kOuter        ? kHopperOuter
+                                                                  : kHopperOuterInFloat;
+  return tile == Tile::kWide ? tiles.wide : tile == Tile::kNarrow ? tiles.narrow : tiles.square;
 }
 
 // A type without an instantiation for Hopper uses the kernels for Ampere there.
@@ -54,13 +52,12 @@ const Instantiation* find(const GroupedProduct& task, const Device& device) {
   if (!device.runs_ampere || !kind) return nullptr;
   switch (task.type) {
     case ScalarType::kBFloat16:
-      return &select(device.runs_hopper ? hopper_instantiations(tile_of(*kind, task, device.tiling))
-                                        : kAmpereBFloat16,
-                     *kind);
+      return device.runs_hopper ? &on_hopper(*kind, tile_of(*kind, task, device.tiling))
+                                : &on_ampere(kAmpereBFloat16, *kind);
     case ScalarType::kFloat16:
-      return &select(kAmpereFloat16, *kind);
+      return &on_ampere(kAmpereFloat16, *kind);
     case ScalarType::kFloat32:
-      return &select(kAmpereTf32, *kind);
+      return &on_ampere(kAmpereTf32, *kind);
     case ScalarType::kFloat64:
       return nullptr;
   }

@@ -31,25 +31,19 @@ struct alignas(16) uint4 {
 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-struct float2 {
-  float x, y;
-};
-
-// An A100 or an H100 with few multiprocessors, so that each block has many tiles.
+// An H100, or an A100, with few multiprocessors, so that each block has many tiles.
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
   cudaDevAttrMultiProcessorCount,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 namespace cuda_host {
-inline int capability_major = 8;
+inline int capability_major = 9;
 inline bool grants_shared_memory = true;
 }  // namespace cuda_host
 inline void cudaGetDevice(int* device) { *device = 0; }
 inline void cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const bool is_hopper = cuda_host::capability_major == 9;
-  const int values[] = {cuda_host::capability_major, 0, 3, is_hopper ? 227 << 10 : 163 << 10};
+  const int values[] = {cuda_host::capability_major, 0, 3};
   *value = values[attribute];
 }
 
@@ -81,30 +75,20 @@ void wait_for_block();
 void wait_for_warp();
 
 // Returns the values of all lanes of this warp, once all lanes have called it.
-std::array<uint64_t, kWarp> exchange(uint64_t mine);
-using Words = std::array<uint32_t, 6>;
-std::array<Words, kWarp> exchange_words(const Words& mine);
+const std::array<uint64_t, kWarp>& exchange(uint64_t mine);
 
 // Waits until the condition holds. Other threads make it true.
 void wait_until(const std::function<bool()>& condition);
 
-// Called before each block. Fills shared memory with NaN and drops all copies in flight (ptx.cpp).
-void forget_copies();
+// Called before each block: shared memory holds NaN, and nothing is under way (hopper_ptx.cpp).
+void begin_block();
 
-// Ends the process if a thread has ended before its copies (ptx.cpp).
+// End the process if a thread has ended before its copies, or a block before its products.
 void expect_no_copies_under_way();
+void expect_no_products_under_way();
 
-// Ends one of the copies that a barrier waits for. Returns false if there are none
-// (hopper_ptx.cpp).
+// Ends one of the copies that a barrier waits for. Returns false if there are none.
 bool deliver_a_copy();
-
-// Ends the process if a block has ended before its products (hopper_ptx.cpp).
-void expect_nothing_under_way();
-
-// The time at which a copy last delivered the 16 bytes at this address of shared memory, and a time
-// that is later than all before.
-uint64_t delivered_at(uint32_t address);
-uint64_t now();
 
 int lane();
 
@@ -143,14 +127,14 @@ inline void __syncwarp() { cuda_host::wait_for_warp(); }
 
 template <class T>
 T __shfl_down_sync(unsigned, T x, int offset, int width = cuda_host::kWarp) {
-  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  const auto& given = cuda_host::exchange(cuda_host::bits_of(x));
   const int lane = cuda_host::lane();
   return lane % width + offset < width ? cuda_host::value_of<T>(given[lane + offset]) : x;
 }
 
 template <class T>
 T __shfl_up_sync(unsigned, T x, int offset) {
-  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  const auto& given = cuda_host::exchange(cuda_host::bits_of(x));
   const int lane = cuda_host::lane();
   return lane >= offset ? cuda_host::value_of<T>(given[lane - offset]) : x;
 }
@@ -168,7 +152,7 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 
 template <class T>
 unsigned __match_any_sync(unsigned, T x) {
-  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  const auto& given = cuda_host::exchange(cuda_host::bits_of(x));
   unsigned same = 0;
   for (int i = 0; i < cuda_host::kWarp; ++i) {
     same |= unsigned{given[i] == cuda_host::bits_of(x)} << i;
@@ -177,13 +161,12 @@ unsigned __match_any_sync(unsigned, T x) {
 }
 
 inline unsigned __ballot_sync(unsigned, bool x) {
-  const auto given = cuda_host::exchange(x);
+  const auto& given = cuda_host::exchange(x);
   unsigned votes = 0;
   for (int i = 0; i < cuda_host::kWarp; ++i) votes |= unsigned{given[i] != 0} << i;
   return votes;
 }
 
-inline float __uint_as_float(unsigned x) { return cuda_host::value_of<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
