@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
         raise
     raise BuildError(
         "torch is needed to build the C++ extension: "
-        f"`pip install torch=={'2.13.0' if sys.version_info < (3, 12) else '2.11.0'}`, "
+        "`pip install -c tools/constraints.txt torch setuptools ninja`, "
         "then `pip install --no-build-isolation -e .`"
     ) from None
 
@@ -196,6 +196,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         wants_force = self.force
         super().finalize_options()
         self.force = wants_force  # torch's builder sets it, and would link again without a change
+        # Ninja does not see that torch's headers changed, because they are system headers.
+        self.build_temp += f"-torch-{torch.__version__}"
 
     def run(self) -> None:
         compiler = os.environ.get("CXX", "c++").split()[0]

@@ -7,6 +7,10 @@
 #include "grouped_gemm_tiling.h"
 #include "onednn_product.h"
 
+// ops/extension.py reads it from the file, before it loads the file.
+[[gnu::used]] static const char built_for_torch[] =
+    "moe_parallel was built for torch " MOE_PARALLEL_BUILT_FOR_TORCH;
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Native operators of moe_parallel, registered as torch.ops.moe_parallel.*";
   m.def(

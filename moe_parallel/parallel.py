@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from moe_parallel.config import ParallelConfig
 from moe_parallel.platform.gloo_device import share_gloo_device
 
-# torch 2.13 has new names for them; 2.11, that of Python 3.12, has the older ones.
+# torch 2.13 and later have new names for them; 2.11 has the older ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

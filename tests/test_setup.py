@@ -54,4 +54,6 @@ def test_cutlass_that_is_not_there(tmp_path):
 def test_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('gone', name='torch')\n")
     done = build(PYTHONPATH=str(tmp_path))
-    assert_stops_with(done, "torch is needed", "pip install torch==", "--no-build-isolation")
+    assert_stops_with(
+        done, "torch is needed", "tools/constraints.txt torch", "--no-build-isolation"
+    )

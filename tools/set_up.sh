@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prepares a virtual environment: its interpreter, the packages that pyproject.toml pins, and the
-# C++ extension, which is compiled against them.
+# Prepares a virtual environment: its interpreter, the packages of pyproject.toml in the versions of
+# tools/constraints.txt, and the C++ extension, which is compiled against the torch that is there.
 #
 #     tools/set_up.sh PYTHON VENV         e.g. tools/set_up.sh python3.12 .venv-3.12
 #
@@ -21,12 +21,12 @@ record() { mkdir -p "$venv/.made-from" && echo "$2" >"$venv/.made-from/$1"; }
 
 check_interpreter() {
     base=$(tools/find_python.sh "$python") ||
-        stop "$python does not start: install Python 3.10 or later (Debian: apt-get install" \
+        stop "$python does not start: install Python 3.11 or later (Debian: apt-get install" \
             "python3 python3-venv python3-dev), or name one with PYTHON=/path/to/python3"
     version=$("$base" -c 'import platform; print(platform.python_version())')
     series=${version%.*}
-    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        stop "$python is Python $version: 3.10 or later is needed; name one with PYTHON=python3.11"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        stop "$python is Python $version: 3.11 or later is needed; name one with PYTHON=python3.12"
 }
 
 make_environment() {
@@ -64,12 +64,11 @@ explain() {
 
 install_packages() {
     say "installing torch, megatron-core and the rest, then compiling (minutes; log in $log)"
-    # The build requirements, pyproject.toml's `requires`, are installed first. Then the extension
-    # is compiled against this torch, not against a second copy in a temporary environment.
-    sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",$/\1/p' pyproject.toml >"$venv/.build-requires"
-    run -m pip install -r "$venv/.build-requires" || explain
+    # The build requirements, pyproject.toml's `requires`, are installed first, so that the extension
+    # is compiled against this torch and not against a second copy in a temporary environment.
+    pip_install setuptools ninja torch
     install_cutlass
-    run -m pip install --no-build-isolation --editable '.[dev]' || explain
+    pip_install --no-build-isolation --editable '.[dev]'
     record packages "$packages"
 }
 
@@ -80,8 +79,7 @@ install_cutlass() {
     # torch warns that numpy is missing, which is installed next.
     "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
         return 0
-    run -m pip install --no-deps "$(sed -n 's/^cutlass = \["\(.*\)"\]$/\1/p' pyproject.toml)" ||
-        explain
+    pip_install --no-deps nvidia-cutlass
 }
 
 build_extension() {
@@ -91,6 +89,7 @@ build_extension() {
 }
 
 run() { MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" "$@" >>"$log" 2>&1; }
+pip_install() { run -m pip install -c tools/constraints.txt "$@" || explain; }
 
 check_extension() {
     built=$("$venv/bin/python" -c '
@@ -100,20 +99,21 @@ print(" ".join(f"{k}={v}" for k, v in sorted(c.build_info().items())))' 2>>"$log
         stop "the C++ extension does not import ($(tail -n 1 "$log")); see $log"
     say "extension ready: $(echo "$built" | tail -n 1)"
     record library "$(echo "$built" | head -n 1)"
-    record extension "$extension"
+    record extension "$(extension)"
 }
 
 check_interpreter
 environment="$base $version $PWD"
-packages=$({ echo "$environment"; cat pyproject.toml; } | digest)
+packages=$({ echo "$environment"; cat pyproject.toml tools/constraints.txt; } | digest)
 choices="${CXX:-} ${CUDA_HOME:-} ${MOE_PARALLEL_BUILD:-} ${TORCH_CUDA_ARCH_LIST:-}
 ${CUTLASS_PATH:-} ${MOE_PARALLEL_OPTIMIZATION:-}"
 cuda=$(nvcc --version 2>/dev/null)
-extension=$({ echo "$packages $choices $cuda"; find setup.py csrc -type f -print0 |
-    LC_ALL=C sort -z | xargs -0 sha256sum; } | digest)
+sources=$(find setup.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum)
+# The version of the torch that is installed now is in the name of a folder.
+extension() { echo "$packages $choices $cuda $sources" "$venv"/lib/python*/*/torch-*-info | digest; }
 
 is_made_from environment "$environment" && is_made_from packages "$packages" &&
-    is_made_from extension "$extension" && [ -f "$(cat "$venv/.made-from/library")" ] && exit 0
+    is_made_from extension "$(extension)" && [ -f "$(cat "$venv/.made-from/library")" ] && exit 0
 
 check_compiler
 is_made_from environment "$environment" || make_environment

@@ -36,7 +36,7 @@ NOTICES = (
     ),
     Notice(
         "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",
-        "Megatron-Core calls them, and is pinned",
+        "Megatron-Core calls them",
         category=FutureWarning,
     ),
     Notice(
@@ -77,7 +77,7 @@ NOTICES = (
     ),
     Notice(
         "GPTModel IS DEPRECATED",
-        "0.16.1 has no successor to it, and megatron-core is pinned",
+        "0.16.1 has no successor to it",
         logger="megatron.core.models.gpt.gpt_model",
     ),
 )

@@ -17,7 +17,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def _start(ranks: int, load: str | None) -> dict[str, Any]:
     from moe_parallel.platform.machine import PACKAGES  # psutil, which a launcher does not need
 
     return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": os.environ.get(COMMAND),
         "directory": os.getcwd(),
         "ranks": ranks,

@@ -42,7 +42,7 @@ def test_norms_pass_on_the_kernels_inside_the_layer(library):
 def run(library: Path, *arguments: str) -> str:
     """The output of pytest with these arguments; the extension's CPU tensors use the kernels."""
     if not extension.is_built():
-        pytest.skip("the C++ extension is not built: pip install -e .")
+        pytest.skip("the C++ extension is not built: make set-up")
     emulation = [sys.executable, "-m", "tests.cuda_host.emulation", library, "-q"]
     selection = ["--full", "-m", "not gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -25,7 +25,7 @@ BACKENDS = [
     pytest.param(
         "native",
         marks=pytest.mark.skipif(
-            not extension.is_built(), reason="the C++ extension is not built: pip install -e ."
+            not extension.is_built(), reason="the C++ extension is not built: make set-up"
         ),
     ),
 ]

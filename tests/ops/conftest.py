@@ -14,7 +14,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def native(device: str) -> Ops:
     if not extension.is_built():
-        pytest.skip("the C++ extension is not built: pip install -e .")
+        pytest.skip("the C++ extension is not built: make set-up")
     if device == "cuda" and not extension.has_cuda():
         pytest.skip("the C++ extension is built without CUDA")
     return select_backend("native")

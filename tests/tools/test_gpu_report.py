@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 REPORT = ROOT / "tools" / "gpu" / "report.sh"
 STAND_IN = ROOT / "tests" / "tools" / "gpu_stand_in.py"
 BARE = ROOT / "tests" / "tools" / "gpu_host"  # hides packages
@@ -162,12 +163,12 @@ def wheels(tmp_path: Path) -> dict[str, str]:
     """A folder with wheels that replaces the package registry."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    pinned = dict(re.findall(r'"([\w-]+)==([\d.]+)', (ROOT / "pyproject.toml").read_text()))
-    for version in ("0.16.1", "0.19.2"):
+    exact = re.findall(r"^([\w-]+)==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    for version in (version for name, version in exact if name == "megatron-core"):
         wheel(folder, "megatron_core", version, ["megatron/core/__init__.py"])
     headers = ["cutlass_library/source/include/cutlass/cutlass.h", "cutlass_library/source/big.cu"]
     files = ["cutlass_library/__init__.py", *headers]
-    wheel(folder, "nvidia_cutlass", pinned["nvidia-cutlass"], files)
+    wheel(folder, "nvidia_cutlass", dict(exact)["nvidia-cutlass"], files)
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
 
 
@@ -193,7 +194,7 @@ def test_what_is_carried(tmp_path: Path, wheels: dict[str, str]) -> None:
 def tree(tmp_path: Path) -> Path:
     """A checkout with an extension for torch 2.11.0+cu130, and one file of each kind."""
     root = tmp_path / "tree"
-    for name in ("tools/gpu/pack.sh", "tools/find_python.sh", "pyproject.toml", "setup.py"):
+    for name in ("tools/gpu/pack.sh", "tools/find_python.sh", "tools/constraints.txt", "setup.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (root / "csrc").mkdir()
@@ -237,5 +238,5 @@ def test_a_wheel_that_is_nowhere(tmp_path: Path, wheels: dict[str, str]) -> None
     script = ROOT / "tools" / "gpu" / "pack.sh"
     done = run(script, tmp_path / "pack.tar.gz", PYTHON=sys.executable, **nowhere)
     assert done.returncode == 2
-    assert done.stdout.startswith("pack: no wheel of megatron-core==")
+    assert done.stdout.startswith("pack: no wheel of megatron-core (ERROR")
     assert not (tmp_path / "pack.tar.gz").exists()

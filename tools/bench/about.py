@@ -17,7 +17,7 @@ def about(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     """The command, when and where it runs, and the load of the machine, as JSON values."""
     return {
         "command": " ".join([f"python tools/bench/{program}", *arguments]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "software": software(ROOT),
         "load_before": os.getloadavg(),

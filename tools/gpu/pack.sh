@@ -10,8 +10,8 @@
 #   MIB       the most that the pack may have; default: 64
 #
 # The pack contains the files that git tracks or would track, in their current state; in .carried/
-# megatron-core and the headers of CUTLASS, in the versions of pyproject.toml, and the commit; and
-# the extension for that Python, which is in a report's FOLDER once it was built there. It can also
+# megatron-core and the headers of CUTLASS, in the versions of tools/constraints.txt, and
+# the commit; and the extension for that Python, which is in a report's FOLDER once it was built there. It can also
 # be built here, without a GPU, in an environment of that Python with that torch, setuptools, ninja
 # and nvcc:
 #
@@ -33,20 +33,6 @@ trap 'rm -rf "$work"' EXIT
 tree=$work/tree carried=$work/tree/.carried
 mkdir -p "$carried" "$work/wheels"
 
-# pinned PACKAGE: the version in pyproject.toml for this Python.
-pinned() {
-    "$python" - "$1" <<'PYTHON'
-import re, sys
-
-text = open("pyproject.toml").read()
-for version, sign, minor in re.findall(
-    rf'"{sys.argv[1]}==([\w.]+)(?:; python_version (<|>=) \'3\.(\d+)\')?"', text
-):
-    if not sign or (sys.version_info[1] < int(minor)) == (sign == "<"):
-        print(f"{sys.argv[1]}=={version}")
-PYTHON
-}
-
 # The files that git tracks or would track; without git, all files except generated ones.
 sources() {
     if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
@@ -60,10 +46,9 @@ sources() {
 
 # carry PACKAGE PATTERN...: copies the files of its wheel that match.
 carry() {
-    local wanted
-    wanted=$(pinned "$1")
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$work/wheels" \
-        "$wanted" >"$work/pip.log" 2>&1 || stop "no wheel of $wanted ($(grep -m 1 '^ERROR' "$work/pip.log"))"
+        -c tools/constraints.txt "$1" >"$work/pip.log" 2>&1 ||
+        stop "no wheel of $1 ($(grep -m 1 '^ERROR' "$work/pip.log"))"
     "$python" - "$work"/wheels/"${1//-/_}"-*.whl "$carried" "${@:2}" <<'PYTHON'
 import fnmatch, sys, zipfile
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
@@ -101,7 +101,7 @@ class CellRunner:
         (cell.folder / "cell.yaml").write_text(config.to_yaml(), encoding="utf-8")
         command = self._command(cell)
         facts = {
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": self._machine,
             "software": self._software,
             "load_average": os.getloadavg()[0],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -41,7 +41,7 @@ def page_of(content: dict[str, Any], title: str) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     made = {
-        "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": moe_parallel.__version__,
     }
     values = {
