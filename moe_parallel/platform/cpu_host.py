@@ -31,9 +31,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from moe_parallel.platform.clipping import l2_norm_by_rows
-from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
+from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.selection.shares import positions, zigzag
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ class Replace:
     target: str
     replacement: Any
     reason: str
-    versions: tuple[str, ...] = SUPPORTED
+    before: str | None = None
 
     def apply(self) -> None:
         owner, name = self.target.rsplit(".", 1)
@@ -101,7 +102,7 @@ class Literals:
 
     target: str
     reason: str
-    versions: tuple[str, ...] = SUPPORTED
+    before: str | None = None
 
     def apply(self) -> None:
         for function in functions_of(importlib.import_module(self.target)):
@@ -117,7 +118,7 @@ class Hush:
     target: str
     message: str
     reason: str
-    versions: tuple[str, ...] = SUPPORTED
+    before: str | None = None
 
     def apply(self) -> None:
         logging.getLogger(self.target).addFilter(lambda record: record.msg != self.message)
@@ -185,7 +186,7 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         None,
         "the stock router reads this name, left undefined without Transformer Engine",
-        versions=("0.16.1",),
+        before="0.17",
     ),
     Replace(
         "megatron.core.tensor_parallel.CheckpointWithoutOutput",
@@ -235,7 +236,11 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
 
 def adaptations_for(version: str) -> tuple[Adaptation, ...]:
     """The entries of `ADAPTATIONS` that megatron-core `version` needs."""
-    return tuple(entry for entry in ADAPTATIONS if version in entry.versions)
+    return tuple(
+        entry
+        for entry in ADAPTATIONS
+        if entry.before is None or Version(version) < Version(entry.before)
+    )
 
 
 def adapt_megatron_to_cpu() -> None:

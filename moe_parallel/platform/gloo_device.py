@@ -33,7 +33,14 @@ def share_gloo_device() -> Iterator[None]:
     devices = backend.options._devices
 
     class OnSharedDevice(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self,
+            store: dist.Store,
+            rank: int,
+            size: int,
+            timeout: timedelta,
+            enable_reconfigure: bool = False,  # torch 2.15 says it; nobody asks for it here
+        ) -> None:
             options = gloo._Options()
             options._timeout = timeout
             options._devices = devices

@@ -1,15 +1,18 @@
 """The Megatron-Core versions that this project supports.
 
-The code is the same for both. A change that only one version needs is an entry with `versions=`
-in `cpu_host.ADAPTATIONS`.
+The code is the same for all. A change that only the older ones need is an entry with `before=` in
+`cpu_host.ADAPTATIONS`.
 """
 
 from importlib import metadata
 
+from packaging.specifiers import SpecifierSet
+
 from moe_parallel.errors import InputError
 
-#: 0.16.1 is the newest for Python 3.10 and 3.11, 0.19.2 the newest for 3.12 and later.
-SUPPORTED = ("0.16.1", "0.19.2")
+#: Those of pyproject.toml. CI runs 0.16.1, the last one for Python 3.11, and 0.19.2.
+SUPPORTED = ">=0.16.1,<0.20"
+INSTALL = f"pip install 'megatron-core{SUPPORTED}'"
 
 
 def installed_version() -> str:
@@ -21,7 +24,7 @@ def installed_version() -> str:
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        raise InputError(f"megatron-core is not installed: {_install_command()}") from None
+        raise InputError(f"megatron-core is not installed: {INSTALL}") from None
 
 
 def check_megatron_version() -> str:
@@ -31,17 +34,9 @@ def check_megatron_version() -> str:
         InputError: it is missing, or its version is not a supported one.
     """
     version = installed_version()
-    if version not in SUPPORTED:
+    if version not in SpecifierSet(SUPPORTED):
         raise InputError(
             f"megatron-core {version} is installed, and this project is written for "
-            f"{' and '.join(SUPPORTED)}: {_install_command()}"
+            f"{SUPPORTED}: {INSTALL}"
         )
     return version
-
-
-def _install_command() -> str:
-    requirements = (
-        f"'megatron-core=={SUPPORTED[0]}; python_version < \"3.12\"'",
-        f"'megatron-core=={SUPPORTED[1]}; python_version >= \"3.12\"'",
-    )
-    return f"pip install {' '.join(requirements)}"
