@@ -5,15 +5,13 @@
 // flows back to the selection, unless `norms` of it are given too: then the probs are their
 // softmax, and the gradient goes through the norms to x and W_down here. For the backward pass x,
 // P, the row map and C are kept, C as `c_TKR` or as `c_NR`. G = C W_up, a small product, is
-// recomputed or, on request, kept. If a main gradient is given, the backward pass adds the weight's
-// gradient to it.
+// recomputed or, on request, kept. Main gradients are as in routed_experts.cpp.
 #include <ATen/ops/_softmax_backward_data.h>
 
 #include <optional>
 #include <tuple>
 
 #include "expert_rows.h"
-#include "main_gradients.h"
 #include "norm_topk_gradient.h"
 #include "swiglu_tensors.h"
 

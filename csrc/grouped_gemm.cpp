@@ -5,8 +5,8 @@
 
 #include <ATen/core/Formatting.h>
 
-#include "grouped_gemm_wide.h"
 #include "launch.h"
+#include "product.h"
 
 #ifdef MOE_PARALLEL_CUDA
 #include "cuda/grouped_gemm.h"

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "transposed_rows.h"
+#include "scratch_rows.h"
 
 namespace moe_parallel {
 

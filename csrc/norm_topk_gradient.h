@@ -6,12 +6,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <optional>
-#include <tuple>
 #include <vector>
 
 #include "expert_rows.h"
-#include "main_gradients.h"
 #include "norm_topk.h"
 
 namespace moe_parallel {
@@ -80,22 +77,5 @@ struct ChosenNormGradient {
     c_rows.copy_(sums.add_(dc_rows));
   }
 };
-
-// dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e], where the quotient is 0 if the norm is 0. For
-// the chosen experts, the gradient of c_TKR is added. Without c_TER, C is recomputed.
-std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
-                                                      const std::optional<at::Tensor>& dc_TKR,
-                                                      const at::Tensor& x, const at::Tensor& w,
-                                                      const at::Tensor& norms,
-                                                      const at::Tensor& experts,
-                                                      const std::optional<at::Tensor>& c_TER);
-
-// The same through the norms of the chosen experts only: K products with x per token, not E. The
-// row map is that of `experts`. Without c_TKR, C is recomputed.
-std::tuple<at::Tensor, at::Tensor> norm_topk_chosen_backward(
-    const at::Tensor& dnorms, const std::optional<at::Tensor>& dc_TKR, const at::Tensor& x,
-    const at::Tensor& w, const at::Tensor& norms, const at::Tensor& experts,
-    const std::optional<at::Tensor>& c_TKR, const at::Tensor& slots, const at::Tensor& rows,
-    const at::Tensor& counts);
 
 }  // namespace moe_parallel

@@ -11,7 +11,7 @@
 
 #include "cpu/capability.h"
 #include "cpu/processor.h"
-#include "transposed_rows.h"
+#include "scratch_rows.h"
 
 namespace at::native {
 // result = beta result + alpha a b. No header declares it; a torch without it leaves it null.

@@ -2,12 +2,12 @@
 //
 // The backward pass keeps x, the input of SwiGLU and the row map. The rows of h are recomputed, the
 // rows of x are gathered again, and the outputs of the experts are not needed. If a main gradient
-// is given, the backward pass adds the weight's gradient to it instead of returning it.
+// is given, the backward pass adds the weight's gradient to it instead of returning it. The forward
+// pass takes main gradients only because autograd saves what it is given for the backward pass.
 #include <optional>
 #include <tuple>
 
 #include "expert_rows.h"
-#include "main_gradients.h"
 #include "swiglu_tensors.h"
 
 namespace moe_parallel {

@@ -36,11 +36,9 @@ SHARED = {
         "block_product",  # for attention, and sums in fp32 by oneDNN
         "expert_rows",  # for routed_experts and autonomous_experts
         "launch",
-        "main_gradients",
         "onednn",  # products in fp32 by another library
         "scalar_type",
         "scratch_rows",
-        "transposed_rows",
     },
     CSRC / "cpu": {
         "avx2",

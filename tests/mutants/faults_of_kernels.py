@@ -71,7 +71,7 @@ FAULTS_OF_KERNELS = [
     ),
     Fault(
         "C++: the gradient of W_down is rounded after each tile of tokens",
-        "csrc/norm_topk_gradient.cpp",
+        "csrc/norm_topk.cpp",
         "w.options().dtype(sum_type_of(w))",
         "w.options()",
         OF_OPS,

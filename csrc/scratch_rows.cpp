@@ -1,11 +1,11 @@
-#include "transposed_rows.h"
+#include "scratch_rows.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 
 #include "alignment.h"
-#include "grouped_gemm_wide.h"
+#include "product.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
