@@ -123,6 +123,10 @@ def find_cutlass() -> Path | None:
     return include if (include / "cutlass" / "cutlass.h").exists() else None
 
 
+def wants_hopper() -> bool:
+    return HOPPER in os.environ["TORCH_CUDA_ARCH_LIST"]  # or with +PTX
+
+
 def write_build_config(cuda: bool, cutlass: bool) -> Path:
     """Write the header that records what is built."""
     architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else ""
@@ -132,7 +136,8 @@ def write_build_config(cuda: bool, cutlass: bool) -> Path:
         f"#define MOE_PARALLEL_BUILT_WITH_CUDA {str(cuda).lower()}\n"
         f"#define MOE_PARALLEL_BUILT_WITH_CUTLASS {str(cutlass).lower()}\n"
         f'#define MOE_PARALLEL_BUILT_FOR_TORCH "{torch.__version__}"\n'
-        f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n',
+        f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n'
+        f"#define MOE_PARALLEL_BUILT_FOR_HOPPER {str(cuda and wants_hopper()).lower()}\n",
     )
 
 
@@ -161,7 +166,8 @@ def describe_extension(home: Path | None, cutlass: Path | None):
         operators += ["cuda/*.cpp"]
         kernels += ["cuda/*.cu"]
     if cutlass:
-        kernels += ["cuda/cutlass/*.cu"]
+        kernels += ["cuda/cutlass/ampere_*.cu", "cuda/cutlass/products.cu"]
+        kernels += ["cuda/cutlass/hopper_*.cu"] * wants_hopper()
     parts = [p for pattern in operators for p in sorted(csrc.glob(pattern))]
     sources = [write_operators(parts), *(p for pattern in kernels for p in csrc.glob(pattern))]
     headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), header]
@@ -210,11 +216,11 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().run()
 
     def build_extension(self, extension) -> None:
-        """Compiles what serves Hopper alone for Hopper alone. For other architectures its kernels
-        are empty, and CUTLASS costs half a minute a file all the same."""
+        """Compiles what serves Hopper alone for Hopper alone. For other architectures CUTLASS's
+        kernels are empty, yet cost half a minute a file, and our own has no instructions."""
         wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
         hopper = [s for s in extension.sources if "hopper" in Path(s).name]
-        if hopper and HOPPER in re.split("[; ]", wanted):
+        if hopper and wants_hopper():
             os.environ["TORCH_CUDA_ARCH_LIST"] = HOPPER
             extension.sources = [s for s in extension.sources if s not in hopper]
             extension.depends += hopper

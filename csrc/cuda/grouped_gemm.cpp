@@ -5,8 +5,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
-#include <string_view>
-
 #include "../alignment.h"
 #include "../grouped_gemm_product.h"
 #include "../grouped_gemm_tiling.h"
@@ -61,16 +59,13 @@ Operand matrices(const at::Tensor& t) {
 }
 
 #if MOE_PARALLEL_BUILT_WITH_CUTLASS
-constexpr bool kBuiltForHopper =
-    std::string_view(MOE_PARALLEL_CUDA_ARCHITECTURES).find("9.0a") != std::string_view::npos;
-
 bool run_on_tensor_cores(const at::Tensor& x, const GroupedProduct& task) {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   const int capability = 10 * properties->major + properties->minor;
   const Device device{.index = at::cuda::current_device(),
                       .multiprocessors = properties->multiProcessorCount,
                       .runs_ampere = capability >= 80,
-                      .runs_hopper = capability == 90 && kBuiltForHopper,
+                      .runs_hopper = capability == 90 && MOE_PARALLEL_BUILT_FOR_HOPPER,
                       .tiling = tiling()};
   if (!cutlass_takes(task, device, may_use_tf32())) return false;
   const auto workspace = at::empty({cutlass_workspace(task, device)}, x.options().dtype(at::kByte));

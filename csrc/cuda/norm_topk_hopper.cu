@@ -21,8 +21,6 @@
 // p ^ (l % 8), so that the same piece of eight consecutive lines is in eight different banks. wgmma
 // undoes this from the bits of the address ("128-byte swizzle"), which is why both parts begin at a
 // multiple of 1024.
-#include <string_view>
-
 #include "../alignment.h"
 #include "../norm_topk.h"
 #include "build_config.h"
@@ -30,6 +28,9 @@
 #include "launch.cuh"
 
 namespace moe_parallel {
+
+#if MOE_PARALLEL_BUILT_FOR_HOPPER
+
 namespace {
 
 constexpr int kTileRows = 128, kTileColumns = 256;
@@ -300,8 +301,6 @@ __device__ inline void consume(const SumSquares& task) {
 
 template <class Scalar>
 __global__ void __launch_bounds__(kBlock, 1) sum_squares(const __grid_constant__ SumSquares task) {
-// Without wgmma the kernel is empty and not launched.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::make_barrier(barriers().full[i], kProducers);
@@ -316,7 +315,6 @@ __global__ void __launch_bounds__(kBlock, 1) sum_squares(const __grid_constant__
     ptx::take_registers<kOfConsumer>();
     consume<Scalar>(task);
   }
-#endif
 }
 
 int attribute(cudaDeviceAttr attribute) {  // of the current GPU
@@ -326,12 +324,9 @@ int attribute(cudaDeviceAttr attribute) {  // of the current GPU
   return value;
 }
 
-// Whether the current GPU has wgmma and this build has code for it. sm_90a runs only on compute
-// capability 9.0.
+// Whether the current GPU has wgmma: sm_90a runs only on compute capability 9.0.
 bool runs_hopper() {
-  constexpr bool kIsBuilt =
-      std::string_view(MOE_PARALLEL_CUDA_ARCHITECTURES).find("9.0a") != std::string_view::npos;
-  return kIsBuilt && attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
@@ -370,5 +365,9 @@ bool run_on_cuda(const SumSquares& task, cudaStream_t stream) {
                                      : launch<__half>(task, stream);
   return true;
 }
+
+#else
+bool run_on_cuda(const SumSquares&, cudaStream_t) { return false; }
+#endif
 
 }  // namespace moe_parallel

@@ -1,6 +1,7 @@
 #include <climits>
 
 #include "../../alignment.h"
+#include "build_config.h"  // written by setup.py
 #include "group_arguments.cuh"
 #include "instantiations.h"
 #include "products.h"
@@ -38,6 +39,7 @@ const Instantiation& on_ampere(const Instantiations& of_type, ProductKind kind) 
   return of_type.outer_in_float;
 }
 
+#if MOE_PARALLEL_BUILT_FOR_HOPPER
 const Instantiation& on_hopper(ProductKind kind, Tile tile) {
   const HopperTiles& tiles = kind == ProductKind::kProduct        ? kHopperProduct
                              : kind == ProductKind::kByTransposed ? kHopperByTransposed
@@ -45,6 +47,7 @@ const Instantiation& on_hopper(ProductKind kind, Tile tile) {
                                                                   : kHopperOuterInFloat;
   return tile == Tile::kWide ? tiles.wide : tile == Tile::kNarrow ? tiles.narrow : tiles.square;
 }
+#endif
 
 // A type without an instantiation for Hopper uses the kernels for Ampere there.
 const Instantiation* find(const GroupedProduct& task, const Device& device) {
@@ -52,8 +55,10 @@ const Instantiation* find(const GroupedProduct& task, const Device& device) {
   if (!device.runs_ampere || !kind) return nullptr;
   switch (task.type) {
     case ScalarType::kBFloat16:
-      return device.runs_hopper ? &on_hopper(*kind, tile_of(*kind, task, device.tiling))
-                                : &on_ampere(kAmpereBFloat16, *kind);
+#if MOE_PARALLEL_BUILT_FOR_HOPPER
+      if (device.runs_hopper) return &on_hopper(*kind, tile_of(*kind, task, device.tiling));
+#endif
+      return &on_ampere(kAmpereBFloat16, *kind);
     case ScalarType::kFloat16:
       return &on_ampere(kAmpereFloat16, *kind);
     case ScalarType::kFloat32:

@@ -1,2 +1,2 @@
 #pragma once
-#define MOE_PARALLEL_CUDA_ARCHITECTURES "8.0+PTX;9.0a"
+#define MOE_PARALLEL_BUILT_FOR_HOPPER true
