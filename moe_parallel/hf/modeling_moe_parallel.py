@@ -236,11 +236,7 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
             position_ids = position_ids[None]
         mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
+            self.config, hidden_states, attention_mask, past_key_values, position_ids=position_ids
         )
         if self.config.rule == "merge":
             kwargs |= self._merges(attention_mask, past_key_values, int(past))
@@ -344,6 +340,8 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if "cache" in inputs:  # the name that transformers 5.24 and later give it
+            inputs["past_key_values"] = inputs.pop("cache")
         if self.config.rule == "merge" and inputs.get("past_key_values") is None:
             raise ValueError(
                 "without a cache every new token would change the merge that Lory makes for the "

@@ -30,8 +30,16 @@ from moe_parallel.collective_errors import StorageError
 TENSOR_INDEX = ".metadata"
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
+
+def _memory_format(owner: Any, name: str) -> Any:
+    """Stands for `getattr`: so Python 3.11.2, that of Debian 12, pickles a member of an enum."""
+    _demand(owner is metadata._MEM_FORMAT_ENCODING, f"it asks {owner} for {name!r}")
+    return owner[name]
+
+
 # Everything that an index may refer to, by module and name.
 _PARTS: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _memory_format,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13's name
     ("torch", "Size"): torch.Size,

@@ -1,10 +1,21 @@
 """Loading a checkpoint from elsewhere runs no code from it."""
 
 import ast
+import enum
+import io
 import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import InputError
@@ -98,6 +109,33 @@ def test_an_index_of_anything_else(tmp_path):
 )
 def test_an_index_names_only_its_own_parts(tmp_path, call):
     assert "which is not part of an index and was not run" in _refused(tmp_path, call)
+
+
+class _PicklerOfPython3112(pickle.Pickler):
+    def reducer_override(self, value):
+        return (
+            (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+        )
+
+
+def test_a_member_of_an_enum_may_be_an_attribute(tmp_path):
+    start, size = torch.Size([0]), torch.Size([2])
+    tensor = TensorStorageMetadata(
+        TensorProperties(torch.float32), size, [ChunkStorageMetadata(start, size)]
+    )
+    index = Metadata(
+        {"w": tensor}, storage_data={MetadataIndex("w", start): _StorageInfo("__0_0.distcp", 0, 8)}
+    )
+    content = io.BytesIO()
+    _PicklerOfPython3112(content).dump(index)
+    assert b"getattr" in content.getvalue()
+    (tmp_path / ".metadata").write_bytes(content.getvalue())
+    assert read_index(tmp_path) == index
+
+
+def test_no_other_attribute_is_read(tmp_path):
+    call = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__class__'\ntR."
+    assert "it asks <class 'torch.Size'> for '__class__'" in _refused(tmp_path, call)
 
 
 def _may_run_code(call):
