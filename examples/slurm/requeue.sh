@@ -12,14 +12,20 @@
 # A start that leaves no newer checkpoint is requeued once. If the next start leaves none either, the job
 # ends with the code of the command: it would fail forever. MAX_REQUEUES (100) limits the number of starts.
 run_and_requeue() {
-    local folder=$1 signal="" before code
+    local folder=$1 signal="" early="" command="" before code
     shift
+    # srun passes these signals on to its tasks. One that comes before the command is there waits for it.
+    pass_on() {
+        signal=$1
+        if [ -n "$command" ]; then kill "-$signal" "$command" 2>/dev/null; else early=$signal; fi
+    }
+    trap 'pass_on USR1' USR1
+    trap 'pass_on TERM' TERM
     before=$(newest_checkpoint "$folder")
     "$@" &
-    local command=$!
-    # srun passes these signals on to its tasks.
-    trap 'signal=USR1; kill -USR1 "$command" 2>/dev/null' USR1
-    trap 'signal=TERM; kill -TERM "$command" 2>/dev/null' TERM
+    command=$!
+    # A shell loses a signal between the start of a process and that of its program.
+    [ -z "$early" ] || { sleep 1; kill "-$early" "$command" 2>/dev/null; }
     # A signal ends `wait` early. The last `wait` is for a command that has ended since then.
     while wait "$command"; code=$?; [ "$code" -gt 128 ] && kill -0 "$command" 2>/dev/null; do :; done
     wait "$command"

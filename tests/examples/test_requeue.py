@@ -1,5 +1,6 @@
 """requeue.sh decides by exit code, signal and checkpoints; `scontrol` is replaced."""
 
+import os
 import signal
 import subprocess
 import time
@@ -17,6 +18,17 @@ run_and_requeue "$@"
 """
 
 
+# The signal comes while the script looks for checkpoints, before it starts the command.
+EARLY = JOB.replace(
+    "shift\n",
+    """shift
+newest_checkpoint() {
+    [ -e "$1/sent" ] || { touch "$1/sent"; kill -USR1 $$; }
+}
+""",
+)
+
+
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "a run"
@@ -24,17 +36,22 @@ def folder(tmp_path):
     return folder
 
 
-def _start(folder, command, **variables):
+def _start(folder, command, job=JOB, **variables):
     return subprocess.Popen(
-        ["bash", "-c", JOB, "job", str(REQUEUE), str(folder), "bash", "-c", command],
+        ["bash", "-c", job, "job", str(REQUEUE), str(folder), "bash", "-c", command],
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", **variables},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
 def _end(process):
-    printed, _ = process.communicate(timeout=60)
+    try:
+        printed, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return process.returncode, printed
 
 
@@ -111,3 +128,9 @@ def test_a_signal_reaches_the_command_and_its_exit_code_the_job(folder, number, 
     code, printed = _end(process)
     assert code == 75
     assert ("scontrol requeue 7" in printed) == requeued
+
+
+def test_a_signal_before_the_command_is_there_is_kept_for_it(folder):
+    command = "trap 'exit 75' USR1; while :; do sleep 0.01; done"
+    expected = "exit code 75: job 7 is requeued\nscontrol requeue 7\n"
+    assert _end(_start(folder, command, job=EARLY)) == (75, expected)
