@@ -18,6 +18,7 @@ import gc
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,13 +75,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = config.stash[LEFT_OUT] = {}
+    config.stash[LEFT_OUT] = {}
 
     def leave_out(mark: str) -> None:
-        marked = [item for item in items if item.get_closest_marker(mark)]
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if not item.get_closest_marker(mark)]
-        left_out[mark] = len(marked)
+        _leave_out(mark, lambda item: item.get_closest_marker(mark) is not None, config, items)
 
     if not (config.getoption("--gpu") or _has_gpu(items)):
         leave_out("gpu")
@@ -92,15 +90,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.getoption("--full") or any("::" in name for name in config.args)):
         leave_out("full")
     if share := config.getoption("--share"):
-        _keep_share(share, config, items)
+        shared = ("full", "cluster")
+        _leave_out(
+            "share",
+            lambda item: any(map(item.get_closest_marker, shared)) and not share.holds(item.nodeid),
+            config,
+            items,
+        )
 
 
-def _keep_share(share: Share, config: pytest.Config, items: list[pytest.Item]) -> None:
-    shared = [i for i in items if any(i.get_closest_marker(mark) for mark in ("full", "cluster"))]
-    others = [item for item in shared if not share.holds(item.nodeid)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
-    config.stash[LEFT_OUT]["share"] = len(others)
+def _leave_out(
+    why: str,
+    is_left_out: Callable[[pytest.Item], bool],
+    config: pytest.Config,
+    items: list[pytest.Item],
+) -> None:
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(item)]
+    config.stash[LEFT_OUT][why] = len(left_out)
 
 
 def _has_gpu(items: list[pytest.Item]) -> bool:

@@ -119,9 +119,9 @@ class Config:
                 f"experts are forced ({self.selection.forced_routing}): the scores do not choose "
                 "them, in evaluations neither, so this run is a benchmark and not a model to keep"
             )
-        if self.selection.replay_file is not None:
+        if self.selection.replay_folder is not None:
             found.append(
-                f"experts are replayed from {self.selection.replay_file}: in training the scores "
+                f"experts are replayed from {self.selection.replay_folder}: in training the scores "
                 "do not choose them, in evaluations they do"
             )
         segment, length = self.selection.first_part, self.training.seq_length

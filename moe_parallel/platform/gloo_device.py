@@ -39,7 +39,7 @@ def share_gloo_device() -> Iterator[None]:
             rank: int,
             size: int,
             timeout: timedelta,
-            enable_reconfigure: bool = False,  # torch 2.15 says it; nobody asks for it here
+            enable_reconfigure: bool = False,  # of torch 2.15, which passes it
         ) -> None:
             options = gloo._Options()
             options._timeout = timeout

@@ -101,13 +101,17 @@ def _file(folder: Path, iteration: int) -> Path:
     return folder / f"{iteration}.npz"
 
 
+def _is_step(name: str) -> bool:
+    return re.fullmatch(r"[1-9][0-9]*\.npz", name) is not None
+
+
 def _iterations(folder: Path, flag: str) -> range:
     """The iterations whose steps are in the folder. Raises InputError."""
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
         raise InputError(f"{flag} {folder}: {error.strerror or error}: {_REMEDY}") from error
-    found = {int(name[:-4]) for name in names if re.fullmatch(r"[1-9][0-9]*\.npz", name)}
+    found = {int(name[:-4]) for name in names if _is_step(name)}
     successive = range(min(found), max(found) + 1) if found else range(0)
     if len(found) != len(successive):
         lacking = next(number for number in successive if number not in found)
@@ -188,7 +192,7 @@ class TraceWriter:
                 `done` are removed, because the run produces them again. A folder of which nothing
                 would remain gets the name *.previous.
 
-        Raises InputError if the folder is of another run, and OSError.
+        Raises InputError if the folder is of another run or has other files, and OSError.
         """
         self._folder = folder
         self._fixed: dict[str, Any] = {
@@ -197,8 +201,12 @@ class TraceWriter:
             "layers": np.array(shape.layers, "<i2"),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob("*.writing-*"):  # of a process that was killed
+        for unfinished in folder.glob("[1-9]*.npz.writing-*"):  # of a process that was killed
             unfinished.unlink()
+        if others := [path.name for path in folder.iterdir() if not _is_step(path.name)]:
+            raise InputError(
+                f"{TRACE} {folder} has other files, such as {min(others)}: name another folder"
+            )
         there = _iterations(folder, TRACE)
         if there and done and not goes_on:
             raise InputError(

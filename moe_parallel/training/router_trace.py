@@ -60,7 +60,7 @@ class RunTrace:
         self._config = config
         self._shape = trace_shape(config)
         self._groups = groups
-        self._trace, self._replay = selection.trace_file, selection.replay_file
+        self._trace, self._replay = selection.trace_folder, selection.replay_folder
         self.layers = RouterTrace(
             None if self._trace is None else Recorder(groups.dp),
             None if self._replay is None else Replay(groups.dp),
@@ -177,7 +177,7 @@ def run_trace(config: Config, groups: Groups) -> RunTrace | None:
     selection = config.selection
     if config.moe.num_experts is None:
         return None
-    if selection.trace_file is None and selection.replay_file is None:
+    if selection.trace_folder is None and selection.replay_folder is None:
         return None
     return RunTrace(config, selection, groups)
 

@@ -43,7 +43,6 @@ OPTIONS = [
 
 
 @pytest.mark.full
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_a_fit_never_costs_agreement(options, mean):

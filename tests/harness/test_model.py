@@ -14,7 +14,7 @@ from tests.generation.test_decode import LAYOUTS, MODELS
 from tests.harness import requests
 from tests.harness.mixtral import as_mixtral
 from tests.harness.requests import PAIRS, PROMPTS, SEQ_LENGTH, TEXTS, TOKENIZER
-from tests.tiers import rest_in_full, selected_values
+from tests.tiers import selected_values
 
 #: Each kind of layer, and each reason for which sequences are not padded.
 NAMES = ["topk", "aoe", "segment_expert_choice", "lory", "lory, by the prompt", "smear", "capacity"]
@@ -156,12 +156,6 @@ def fits(name, layout):
 
 
 CASES = [(name, layout) for name in NAMES for layout in WITH_DP if fits(name, layout)]
-QUICK = [
-    ("topk", "pp"),
-    ("aoe", "ep"),
-    ("segment_expert_choice", "tp, ep"),
-    ("lory", "tp"),
-]
 
 
 def _of_two_ranks(cases):
@@ -184,9 +178,7 @@ def on_two_ranks(request):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "case", rest_in_full(CASES, *QUICK), ids=lambda case: f"{case[0]}-{case[1]}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_layouts(on_one_rank, on_two_ranks, case):
     assert_same(on_two_ranks[case], on_one_rank[case[0]])
 

@@ -141,6 +141,20 @@ def message(folder: Path, shape: TraceShape, done: int, *, goes_on: bool = True)
     return str(caught.value).replace(str(folder), "FOLDER")
 
 
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path, done: int) -> None:
+    """It may be that of --save."""
+    folder = write(tmp_path / "run", 1, 2)
+    (folder / "metrics.jsonl").touch()
+    (folder / "config.yaml.writing-7").touch()
+    before = contents(folder)
+    assert message(folder, SHAPE, done) == (
+        "--moe-router-trace FOLDER has other files, such as config.yaml.writing-7: name another "
+        "folder"
+    )
+    assert contents(folder) == before
+
+
 def test_another_runs_trace_is_not_touched(tmp_path: Path) -> None:
     folder = write(tmp_path / "trace", 1, 2)
     before = contents(folder)

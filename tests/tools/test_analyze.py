@@ -21,7 +21,7 @@ from tests.data import small_text
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, flags, pretrain_here, small_data
 from tests.systems import merges, options
-from tests.tiers import rest_in_full, selected_values
+from tests.tiers import selected_values
 from tests.tools.running import ROOT, run_tool_forked
 from tests.tools.test_report import data_of
 from tools.analyze import main
@@ -142,7 +142,7 @@ def in_layouts(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", rest_in_full(LAYOUTS, "dp", "pp"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, in_layouts: Path, trained: Path, analyzed: list[str]) -> None:
     assert_same(in_layouts / layout, trained / "analysis")
 

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import ParallelConfig
 from moe_parallel.parallel import initialize_groups
 from tests.distributed import run_distributed
-from tests.tiers import rest_in_full
 from tests.tools.bench_rows import result, row
 from tests.tools.running import run_tool_forked
 from tools.bench import models
@@ -53,7 +52,7 @@ def _measured(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", rest_in_full(SIZES, "few experts"))
+@pytest.mark.parametrize("name", SIZES)
 def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
     size = SIZES[name]
     ((weights, flops, losses, of_rows),) = run_distributed(1, _measured, size)

@@ -17,8 +17,9 @@ from moe_parallel.ops.causal_attention import serves
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
-from tests.tiers import rest_in_full
 from tests.training.tiny_run import BATCH, LENGTH, Layout, TinyRun
+
+pytestmark = pytest.mark.full
 
 NATIVE = {"moe_backend": "native"}
 #: Every step clips, because clipping has operators of its own.
@@ -73,8 +74,7 @@ def _of_system(name):
     return options
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe", "topk, free experts"))
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
     grown = GROWN | (CHOICES if system in HAVE_K else {})
     cases = _cases(Layout(), _of_system(system), grown)
@@ -89,8 +89,7 @@ FORCED = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", rest_in_full(FORCED, "top_p, forced"))
+@pytest.mark.parametrize("name", FORCED)
 def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
     (found,) = run_distributed(1, _of_steps, _cases(Layout(), FORCED[name], GROWN), tmp_path)
     assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
@@ -99,8 +98,7 @@ def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
 DIVIDED = [name for name in SYSTEMS if not systems.merges(name)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("system", rest_in_full(DIVIDED, "aoe"))
+@pytest.mark.parametrize("system", DIVIDED)
 def test_messages_are_five_per_layer_and_micro_batch(tmp_path, system):
     """Rows that each expert gets; tokens with their probs, outputs, and the gradients of both."""
     grown = GROWN | (CHOICES if system in HAVE_K else {})
@@ -111,7 +109,6 @@ def test_messages_are_five_per_layer_and_micro_batch(tmp_path, system):
         assert messages["alltoall_base_"] == 5 * MOE_LAYERS * BATCH // 2, messages
 
 
-@pytest.mark.full
 def test_messages_do_not_grow_with_ranks_or_micro_batches(tmp_path):
     """Of four ranks each has one micro-batch of a step, of two ranks two."""
     found = {}
@@ -121,8 +118,7 @@ def test_messages_do_not_grow_with_ranks_or_micro_batches(tmp_path):
     assert {number for numbers in found.values() for number in numbers} == {5 * MOE_LAYERS}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("parts", rest_in_full([2, 4], 4))
+@pytest.mark.parametrize("parts", [2, 4])
 def test_in_parts_all_but_the_numbers_of_rows_travel_part_by_part(tmp_path, parts):
     options = GROWN["experts"] | {"moe_dispatch_parts": parts}
     cases = _cases(Layout(2, ep=2), options, {"tokens": GROWN["tokens"]})
@@ -169,11 +165,8 @@ def _counts_as_the_table() -> bool:
     return torch.__version__.startswith("2.13.") and serves(like, like, like)
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not _counts_as_the_table(), reason="other attention, or not torch 2.13")
-@pytest.mark.parametrize(
-    "system", rest_in_full(["topk", "aoe", "top_p", "expert_choice", "lory"], "lory")
-)
+@pytest.mark.parametrize("system", ["topk", "aoe", "top_p", "expert_choice", "lory"])
 def test_a_layer_has_the_documented_number_of_operators(tmp_path, system):
     segments = {"lory_segment_length": LENGTH // 2} if system == "lory" else {}
     options = {"expert_selection": system} | segments

@@ -21,7 +21,6 @@ from moe_parallel.training.heartbeat import SteadyClock, heartbeat
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.signals import StopRequest
 from tests.program import Ranks
-from tests.tiers import rest_in_full
 
 TIMEOUT = 6
 STEPS = 3
@@ -98,7 +97,7 @@ def _end(folder, trouble, at):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("at", rest_in_full([0, 1], 1))
+@pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
     codes, output = _end(tmp_path, _sleep_for_ever, at)
     assert codes == [EXIT_LOST, EXIT_LOST]

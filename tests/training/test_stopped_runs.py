@@ -13,6 +13,8 @@ from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
 from tests.training.stopped_runs import kill, terminate, with_moments
 
+pytestmark = pytest.mark.full
+
 # The intervals rarely coincide, and none divides the number of iterations.
 RUN = SMALL | {
     "train_iters": 11,
@@ -51,7 +53,6 @@ def assert_same(save: Path, straight: Path) -> None:
     assert charts(save) == charts(straight)
 
 
-@pytest.mark.full
 def test_the_records_of_a_run(straight):
     """Each record occurs once: a line every 3 iterations and at the end, and evaluations."""
     _, save, _ = straight
@@ -122,7 +123,6 @@ CRITICAL = (
 )
 
 
-@pytest.mark.full
 def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     second_save = {name: number for number, name in moments_of(names, 8).items()}
@@ -132,7 +132,6 @@ def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
 
-@pytest.mark.full
 def test_signal_when_it_evaluates_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     first_save = {name: number for number, name in moments_of(names, 4).items()}
@@ -147,7 +146,6 @@ def one_cycle(names: list[str]) -> dict[int, str]:
     return dict(sorted((cycle | last_of_kind(names)).items()))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("part", range(2))
 def test_kill_at_every_moment(straight, tmp_path, part):
     options, save, names = straight
@@ -155,7 +153,6 @@ def test_kill_at_every_moment(straight, tmp_path, part):
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
 
-@pytest.mark.full
 def test_signal_at_every_third_moment(straight, tmp_path):
     options, save, names = straight
     # Nothing listens any more at the last moment.
@@ -170,7 +167,6 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_two_iterations_at_a_time(tmp_path, system):
     """Two ranks: averages over three iterations and over all ranks equal those without a stop."""

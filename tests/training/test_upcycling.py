@@ -166,7 +166,6 @@ def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, de
 
 
 @pytest.mark.full
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("source", ["bf16", "tp2"])
 def test_bf16_takes_the_fp32_weights(tmp_path, dense, system, source):

@@ -10,8 +10,8 @@
 #   MIB       the most that the pack may have; default: 64
 #
 # The pack contains the files that git tracks or would track, in their current state; in .carried/
-# megatron-core and the headers of CUTLASS, in the versions of tools/constraints.txt, and
-# the commit; and the extension for that Python, which is in a report's FOLDER once it was built there. It can also
+# megatron-core and the headers of CUTLASS, in the versions of tools/constraints.txt, and the commit;
+# and the extension for that Python, which is in a report's FOLDER once it was built there. It can also
 # be built here, without a GPU, in an environment of that Python with that torch, setuptools, ninja
 # and nvcc:
 #

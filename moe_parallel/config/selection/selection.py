@@ -262,12 +262,12 @@ class Selection(Section):
         return False
 
     @property
-    def trace_file(self) -> str | None:
+    def trace_folder(self) -> str | None:
         """The folder to which training writes the choices. None: they are not recorded."""
         return None
 
     @property
-    def replay_file(self) -> str | None:
+    def replay_folder(self) -> str | None:
         """The folder whose choices training takes. None: the rule chooses."""
         return None
 

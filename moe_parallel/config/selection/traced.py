@@ -29,11 +29,11 @@ class TracedSelection(Selection):
     )
 
     @property
-    def trace_file(self) -> str | None:
+    def trace_folder(self) -> str | None:
         return self.moe_router_trace
 
     @property
-    def replay_file(self) -> str | None:
+    def replay_folder(self) -> str | None:
         return self.moe_router_replay
 
     def check(self, config: Config, world_size: int) -> None:

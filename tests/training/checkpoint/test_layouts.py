@@ -8,7 +8,6 @@ import numpy
 import pytest
 
 from tests.distributed import run_distributed
-from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
 from tests.training.whole_state import Whole, assemble, held
 
@@ -134,7 +133,7 @@ SHARING = (Layout(2, cp=2, ep=2, distributed=True), Layout(4, cp=2, tp=2, etp=2)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", rest_in_full(SHARING, SHARING[0]))
+@pytest.mark.parametrize("layout", SHARING)
 def test_a_checkpoint_does_not_show_that_sequences_were_divided(saved, layout):
     for source, target in ((layout, Layout()), (Layout(), layout)):
         path, expected = saved(source, AOE)
@@ -147,8 +146,8 @@ GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", rest_in_full(GATHERING, "ep2-distributed"))
-@pytest.mark.parametrize("within", rest_in_full([False, True], False))
+@pytest.mark.parametrize("name", GATHERING)
+@pytest.mark.parametrize("within", [False, True])
 def test_w_down_is_the_same_whole_or_gathered(saved, name, within):
     """Between one rank that holds all of it and a layout, and within that layout."""
     layout = LAYOUTS[name]
@@ -173,7 +172,7 @@ def test_bf16_keeps_the_fp32_weights(saved, source, target):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("distributed", rest_in_full([False, True], True))
+@pytest.mark.parametrize("distributed", [False, True])
 def test_between_precisions_the_fp32_values_move(saved, distributed):
     layout = Layout(2, ep=2, distributed=distributed)
     for source, target in (BF16, {}), ({}, BF16):
