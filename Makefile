@@ -11,7 +11,7 @@
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
-JOBS ?= 4
+JOBS ?= 3
 CLUSTERS ?= 2
 RUNS ?= $(patsubst %/metrics.jsonl,%,$(wildcard runs/*/metrics.jsonl))
 CONFIG ?= examples/quickstart.yaml

@@ -75,6 +75,7 @@ def test_a_rank_that_exits_is_a_failure():
         run_distributed(1, _exit)
 
 
+@pytest.mark.full
 def test_a_hang_ends_in_time_with_nothing_left_running(tmp_path):
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2"):
         run_distributed(2, _hang_on_rank_zero, tmp_path, timeout=3)

@@ -87,7 +87,7 @@ def test_panels_and_series_of_an_ordinary_run():
         pytest.param({"logged": 2, "layers": 12}, marks=FULL),
         {"logged": 300, "layers": 24, "experts": 64, "every": 500, "dropped": 9, "norms": False},
         pytest.param({"logged": 20, "layers": 3, "experts": 1}, marks=FULL),
-        {"logged": 30, "domains": tuple(f"domain{i}" for i in range(9))},
+        pytest.param({"logged": 30, "domains": tuple(f"domain{i}" for i in range(9))}, marks=FULL),
     ],
     ids=["one record", "two records", "64 experts", "one expert", "nine domains"],
 )

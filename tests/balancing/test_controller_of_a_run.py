@@ -95,6 +95,7 @@ def _counts() -> list[list[float]]:
     return counts
 
 
+@pytest.mark.full
 def test_only_forward_passes_of_training_count():
     ((first, *others),) = run_distributed(1, _counts)
     assert 0 < first[0] < 32 and first[1] == 8

@@ -68,6 +68,7 @@ def test_the_report_is_of_every_layer(converted):
     assert set(converted.losses) == {"cycle", "noise"}
 
 
+@pytest.mark.full
 def test_training_goes_on_from_it_with_the_experts_divided(trained, converted):
     """The command that the tool prints: --config NEW/config.yaml --load NEW --save ANOTHER."""
     options = {

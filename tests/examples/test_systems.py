@@ -15,7 +15,7 @@ from tests.tiers import rest_in_full
 
 SYSTEMS = sorted((Path(__file__).parents[2] / "examples" / "systems").glob("*.yaml"))
 #: In the quick tier; tests/config/test_examples.py reads every file there.
-QUICK = SYSTEMS[::2]
+QUICK = SYSTEMS[::8]
 
 #: The sizes come from tests.program.SMALL; the options of the system come from the file.
 SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} | {

@@ -234,6 +234,7 @@ def on_two_ranks():
     return dict(zip(CASES, ranks[0], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_the_layout_changes_no_token(ways, on_two_ranks, name, layout):
     assert on_two_ranks[name, layout] == ways[name]["cached"]

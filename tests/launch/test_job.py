@@ -62,6 +62,7 @@ def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
     assert _end(tmp_path / "bug", "--max-restarts", "1", "bug", "1") == (0, AGAIN)
 
 
+@pytest.mark.full
 def test_each_lost_rank_is_told(tmp_path):
     code, output = _end(tmp_path, "--max-restarts", "2", "die_twice", "1")
     assert code == 0
@@ -128,6 +129,7 @@ def test_signals_that_are_repeated_give_no_more_time(tmp_path):
         assert job.finish() == 137
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with Launched(tmp_path, "hang", "0") as job:
         job.wait_for(WAIT)

@@ -76,6 +76,7 @@ def test_bad_input_that_only_ranks_can_see(tmp_path):
     assert job.output == f"error: --load {tmp_path}/none: there is no such folder; check the path\n"
 
 
+@pytest.mark.full
 def test_a_batch_system_stops_the_launcher(tmp_path):
     """SIGTERM goes to the launcher only: the ranks save, and the batch system sees code 75."""
     save = tmp_path / "run"

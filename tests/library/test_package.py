@@ -18,6 +18,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
+@pytest.mark.full
 def test_imports_are_lazy_and_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -245,6 +245,7 @@ def test_a_model_trains_as_with_megatrons_attention(tmp_path: Path, world: int) 
 OWN = {"reset_attention_mask": True}
 
 
+@pytest.mark.full
 def test_own_documents_in_every_layout(tmp_path: Path) -> None:
     """The reference is Megatron-Core's attention, with a mask, on one rank."""
     options = model("topk") | OWN

@@ -249,7 +249,8 @@ KEPT = {"aoe_recompute_scores": False, "aoe_recompute_gate": False}
 SENT = {"aoe_send_activations": True}
 
 
-@pytest.mark.parametrize("system", rest_in_full(["aoe", "aoe, by bias"], "aoe, by bias"))
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["aoe", "aoe, by bias"])
 def test_what_is_kept_and_sent_changes_no_result(start: Starts, system: str) -> None:
     options = model(system)
     expected = start(system).on_one_rank
@@ -328,7 +329,8 @@ LARGE_VOCABULARY = {
 }
 
 
-@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "topk"))
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["topk", "aoe"])
 def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
     """The norm of a tensor is as exact as the norms of its parts."""
     options = systems.options(system) | LARGE_VOCABULARY
@@ -356,8 +358,9 @@ TP2 = {
 }
 
 
-@pytest.mark.parametrize("policy", rest_in_full(["probs", "position"], "position"))
-@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "aoe"))
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("system", ["topk", "aoe"])
 def test_layouts_that_split_tokens_alike_drop_alike(
     start: Starts, system: str, policy: str
 ) -> None:

@@ -52,6 +52,7 @@ def test_operators_equal_their_oracles(capability):
     assert " passed" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_the_best_is_chosen_by_default_and_an_unknown_name_is_an_input_error():
     chosen = run("-c", SHOW, capability="").stdout
     refused = run("-c", SHOW, capability="avx1024").stderr.splitlines()[-1]

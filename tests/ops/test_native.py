@@ -149,6 +149,7 @@ OPERATORS = tuple(arguments(torch.float32, "cpu"))
 ON_GPUS = [name for name in OPERATORS if name not in ON_CPUS_ONLY]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("device", "name"),

@@ -175,6 +175,7 @@ EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 
 
+@pytest.mark.full
 @of_each_precision
 def test_on_two_ranks(precision: str) -> None:
     cases = {

@@ -105,6 +105,7 @@ def test_the_published_runs_calibrate_both_kinds_of_node(published) -> None:
     assert sum(run.cluster.nodes > 1 for run in runs) == 16
 
 
+@pytest.mark.full
 def test_the_page_has_the_errors_of_every_run(published) -> None:
     page = (FILE.parents[2] / "scaling.md").read_text(encoding="utf-8")
     runs, found = published

@@ -172,12 +172,11 @@ MORE = {
     "cases",
     [
         QUICK,
-        NEWER_QUICK,
-        pytest.param(NEWER, marks=pytest.mark.full),
+        pytest.param(NEWER_QUICK | NEWER, marks=pytest.mark.full),
         pytest.param(SYSTEMS, marks=pytest.mark.full),
         pytest.param(MORE, marks=pytest.mark.full),
     ],
-    ids=["quick", "newer, quick", "newer", "systems", "more"],
+    ids=["quick", "newer", "systems", "more"],
 )
 def test_on_two_ranks(cases: dict[str, Options]) -> None:
     for of_rank in run_distributed(2, _sent, 2, cases):

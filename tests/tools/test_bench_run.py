@@ -30,6 +30,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_row_is_printed_and_written(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     process = start("--ops", "permute", "--dtype", "bfloat16", "--turns", 2, "--json", path)

@@ -46,6 +46,7 @@ def counted(n: int) -> str:
     return " ".join(WORDS[(n + i) % 8] for i in range(6))
 
 
+@pytest.mark.full
 def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
     texts, output = tmp_path / "texts.jsonl", tmp_path / "found.json"
     texts.write_text("".join(json.dumps({"text": counted(n)}) + "\n" for n in range(8)))
@@ -114,6 +115,7 @@ def test_two_ranks_print_once(counting: Path, tmp_path: Path) -> None:
     assert program.output == alone.stdout
 
 
+@pytest.mark.full
 def test_results_that_cannot_be_written_are_one_line(counting: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     done = run_forked("--load", counting, "--documents", "--output", tmp_path / "taken")
@@ -122,6 +124,7 @@ def test_results_that_cannot_be_written_are_one_line(counting: Path, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.full
 def test_bad_input_that_a_rank_finds(counting: Path) -> None:
     done = run_forked("--load", counting, "--documents", "--stride", 33)
     assert done.returncode == 2 and done.stdout == ""

@@ -26,6 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 def test_a_model_goes_on(trained: Path, start: RunTool) -> None:
     run = partial(start, "generate.py")
     prompt = "zero one two three four"
@@ -37,6 +38,7 @@ def test_a_model_goes_on(trained: Path, start: RunTool) -> None:
         assert result.stdout.startswith(prompt + " five six")
 
 
+@pytest.mark.full
 def test_several_texts_at_a_time(trained: Path, tmp_path: Path) -> None:
     prompts = ["two three four five", "six", "three four five six seven zero"]
     prompts_file, texts = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
@@ -54,6 +56,7 @@ def test_several_texts_at_a_time(trained: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
+@pytest.mark.full
 def test_a_chat(trained: Path) -> None:
     lines = "zero one two\n/again\nthree four five\n"
     flags = ["--temperature", 0, "--tokens", 3, "--names", "six", "seven"]
@@ -62,6 +65,7 @@ def test_a_chat(trained: Path) -> None:
     assert done.stdout.count("six: seven:") == 2 and done.stdout.endswith("six: \n")
 
 
+@pytest.mark.full
 def test_a_prompt_that_is_too_long(trained: Path) -> None:
     result = run_forked("--load", trained, "--prompt", "one two " * 40)
     assert result.returncode == 2 and result.stdout == ""

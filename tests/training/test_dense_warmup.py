@@ -9,7 +9,6 @@ import torch
 from moe_parallel.errors import InputError
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
-from tests.tiers import rest_in_full
 from tests.training.stopped_runs import kill_in_step
 
 ITERATIONS, WARM_UP = 10, 4
@@ -32,7 +31,7 @@ def data(tmp_path_factory):
     return small_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "aoe-bf16-distributed"))
+@pytest.fixture(scope="module", params=SYSTEMS)
 def run(request, tmp_path_factory, data):
     """(options, folder): `folder` has a run with a warm-up, `warm`, and a dense run, `dense`."""
     folder = tmp_path_factory.mktemp("runs")
@@ -63,6 +62,7 @@ def _assert_same(save, straight):
     assert same_bytes(stored_tensors(save / last), stored_tensors(straight / last))
 
 
+@pytest.mark.full
 def test_the_warm_up_is_dense_training(run, request):
     _, folder = run
     warm, dense = _losses(folder / "warm"), _losses(folder / "dense")
@@ -75,6 +75,7 @@ def test_the_warm_up_is_dense_training(run, request):
         assert warm[WARM_UP][1] == pytest.approx(dense[WARM_UP][1], rel=1e-5)
 
 
+@pytest.mark.full
 def test_the_checkpoint_at_the_switch_is_dense(run):
     _, folder = run
     switch = f"iter_{WARM_UP:07d}"

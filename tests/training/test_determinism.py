@@ -21,7 +21,6 @@ from moe_parallel.training.exit_codes import EXIT_BAD_INPUT
 from moe_parallel.training.pretrain import main
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, Program, Ranks, flags, pretrain_here, small_data
-from tests.tiers import rest_in_full
 
 ELSEWHERE = Path(__file__).parents[1] / "elsewhere"
 ITERATIONS = 6
@@ -62,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 DETERMINISTIC = partial(be_deterministic, Config())
 
 
-@pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "AoE in bf16, distributed optimizer"))
+@pytest.fixture(scope="module", params=SYSTEMS)
 def first(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
 ) -> tuple[dict[str, Any], Path]:
@@ -84,6 +83,7 @@ def test_every_iteration_has_its_own_digest(first: tuple[dict[str, Any], Path]) 
     assert found[ITERATIONS] == vars(of_checkpoint)
 
 
+@pytest.mark.full
 def test_run_to_run(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     options, save = first
     run_distributed(2, pretrain_here, [options | {"save": tmp_path}], DETERMINISTIC)
@@ -100,6 +100,7 @@ def test_after_a_resume(first: tuple[dict[str, Any], Path], tmp_path: Path) -> N
     assert records(tmp_path) == records(save)
 
 
+@pytest.mark.full
 def test_another_seed_is_seen_at_once(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """If the gates compared nothing that depends on the run, this test would fail."""
     options, save = first

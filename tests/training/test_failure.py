@@ -131,6 +131,7 @@ def test_bad_input_on_every_rank_is_one_line(tmp_path):
     assert output == "error: --flag is 3: it must be 4\n"
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_before_there_are_groups(tmp_path):
     codes, output = _end(tmp_path, On1(_bad_input_late, int), True)
     assert codes == [2, 2]

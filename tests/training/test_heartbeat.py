@@ -110,6 +110,7 @@ def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
     assert output.count("error: ") == output.count("_sleep_for_ever") == 1
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_as_silent(tmp_path):
     with Ranks(tmp_path, 2, _job, _stop_itself, 1) as ranks:
         ranks.wait_for("error: ", 150)

@@ -60,6 +60,7 @@ def test_the_chosen_steps_are_recorded(runs):
     assert text.startswith("profile of 2 steps: ") and "aten::mm" in text
 
 
+@pytest.mark.full
 def test_a_run_that_ends_before_writes_what_it_recorded(runs):
     assert _steps_in(runs / "left") == 1
     assert (
@@ -69,6 +70,7 @@ def test_a_run_that_ends_before_writes_what_it_recorded(runs):
     )
 
 
+@pytest.mark.full
 def test_recording_changes_nothing(runs):
     assert _losses(runs / "profiled") == _losses(runs / "plain")
     assert not (runs / "plain" / "profile").exists()
