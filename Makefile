@@ -67,7 +67,7 @@ report: set-up ## write report.html about RUNS="runs/a runs/b" (default: all of 
 
 # One worker runs a whole file, because its tests share fixtures that take seconds. In the full tier
 # some files take minutes, so there a worker without work takes tests from another.
-test: set-up ## run the quick tier of the tests (about 6 minutes on 2 cores)
+test: set-up ## run the quick tier of the tests (about 5 minutes on 2 cores)
 	@$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: set-up ## run every test with all its combinations, and the long runs

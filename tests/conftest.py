@@ -10,8 +10,8 @@
 - `gpu`: the test is collected if torch finds a CUDA GPU, or with `--gpu`.
 - `cluster`: the test is collected with `--cluster` (`make test-cluster`).
 
-`--share 3/8` keeps, of the tests that carry `full` or `cluster`, one in eight: those whose names
-fall into part 3 of 8. The eight parts are everything (tests/tiers.py).
+`--share 3/12` keeps, of the tests that carry `full` or `cluster`, one in twelve: those whose names
+fall into part 3 of 12. The parts are everything (tests/tiers.py).
 """
 
 import gc
