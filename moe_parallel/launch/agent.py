@@ -35,7 +35,7 @@ from moe_parallel.training.exit_codes import (
     EXIT_KILLED,
     FINAL,
 )
-from moe_parallel.training.failure import FailureChannel
+from moe_parallel.training.failure import FailureChannel, tell
 from moe_parallel.training.job_store import ATTEMPT, LAUNCHER, visit_store
 from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
 
@@ -75,7 +75,7 @@ class JobAgent(LocalElasticAgent):
         elif self.exit_code <= 0:
             self.exit_code = EXIT_FAILED
             reason = " ".join(str(error).split())
-            _tell(f"error: the nodes cannot meet, or have lost each other: {reason}")
+            tell(f"error: the nodes cannot meet, or have lost each other: {reason}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes and agree on a name for this start of the ranks."""
@@ -158,7 +158,7 @@ class JobAgent(LocalElasticAgent):
             if number == signal.SIGINT and when - interrupts[0] > _ONE_CTRL_C_SECONDS:
                 self._kill("interrupted twice: the ranks were killed, and have not saved")
             elif number == signal.SIGINT and len(interrupts) == 1 and sys.stderr.isatty():
-                _tell("stopping: the run saves after its step (Ctrl-C again: at once, unsaved)")
+                tell("stopping: the run saves after its step (Ctrl-C again: at once, unsaved)")
         if self._asked and time.monotonic() > self._asked[0][1] + self._shutdown_timeout:
             self._kill(
                 f"error: the ranks did not leave within {self._shutdown_timeout} s of "
@@ -184,7 +184,7 @@ class JobAgent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
             most = self._worker_group.spec.max_restarts
-            _tell(f"starting again: restart {most - self._remaining_restarts + 1} of {most}")
+            tell(f"starting again: restart {most - self._remaining_restarts + 1} of {most}")
 
     def _lost(self) -> dict[int, signal.Signals]:
         """The signal that killed each lost rank, except signals that were passed on."""
@@ -204,7 +204,7 @@ class JobAgent(LocalElasticAgent):
             channel.claim(self.exit_code)
         process = self._processes()[local_rank]
         why = ", as the kernel does when memory is full" if number == signal.SIGKILL else ""
-        _tell(
+        tell(
             f"error: rank {group.workers[local_rank].global_rank} (process {process.pid} on "
             f"{socket.gethostname()}) was killed by {number.name}{why}; the other ranks cannot "
             "continue without it"
@@ -213,12 +213,12 @@ class JobAgent(LocalElasticAgent):
     def _stopped_early(self) -> int:
         """The exit code if the signal came before the ranks handled signals."""
         number = self._asked[0][0]
-        _tell(f"stopped by {number.name} before training began; there was nothing to save")
+        tell(f"stopped by {number.name} before training began; there was nothing to save")
         return EXIT_CTRL_C if number == signal.SIGINT else EXIT_INTERRUPTED
 
     def _kill(self, message: str) -> None:
         if not self._killed:
-            _tell(message)
+            tell(message)
             self._killed = True
             twice = message.startswith("interrupted")
             self.exit_code = EXIT_CTRL_C if twice else EXIT_KILLED
@@ -241,7 +241,3 @@ class JobAgent(LocalElasticAgent):
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         return {rank: each.proc for rank, each in context.subprocess_handlers.items()}
-
-
-def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

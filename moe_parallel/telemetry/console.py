@@ -1,4 +1,4 @@
-"""The output of the first rank during training: a live bar on a terminal, otherwise plain lines."""
+"""The output of the first rank during training: lines, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from moe_parallel.telemetry.metrics import MetricsLine
 
+#: Also erases what is not of the bar, such as the ^C of a terminal.
+ERASE_LINE = "\r\x1b[K"
+
 
 class PlainConsole:
-    """One line per logged iteration, for files, pipes and batch systems."""
+    """One line per logged iteration, as in files, pipes and batch systems."""
 
     def __init__(self, train_iters: int, first: int, stream: TextIO) -> None:
         """`first`: iterations already done when this process began."""
@@ -47,24 +50,23 @@ class PlainConsole:
         return [f"{duration(seconds * (self._train_iters - record['iteration']))} left"]
 
 
-class LiveConsole:
-    """A progress bar with loss, tokens/s and ETA; evaluations and messages scroll above it.
+class LiveConsole(PlainConsole):
+    """The same lines, and below them a bar with the time left.
 
-    While it is open, Python warnings and log messages of this process also go above the bar.
+    While it is open, Python warnings and log messages of this process also go above the bar. The
+    bar has a width of its own, because a terminal that becomes narrower breaks longer lines in two,
+    of which a bar can redraw only the last.
     """
 
-    BAR = (
-        "iteration {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| "
-        "{elapsed} gone, {remaining} left{postfix}"
-    )
+    BAR = "{n_fmt}/{total_fmt} |{bar:10}| {remaining} left"
 
     def __init__(self, train_iters: int, first: int, stream: TextIO) -> None:
-        """`first`: iterations already done when this process began."""
-        self._train_iters = train_iters
+        super().__init__(train_iters, first, stream)
         self._bar = tqdm(
             total=train_iters,
             initial=first,
             file=stream,
+            leave=False,
             dynamic_ncols=True,
             bar_format=self.BAR,
             smoothing=0.1,
@@ -78,25 +80,20 @@ class LiveConsole:
         self._bar.update(iteration - self._bar.n)
 
     def say(self, text: str) -> None:
-        self._bar.write(text, file=self._bar.fp)
+        self._bar.write(ERASE_LINE + text, file=self._bar.fp)
 
     def log(self, record: MetricsLine) -> None:
-        if "lm_loss" in record:
-            self._bar.set_postfix_str("  ".join(_measures(record)[:2]), refresh=False)
-        if "validation" in record:
-            self.say(validation_line(record, self._train_iters))
+        super().log(record)
         self.advance(record["iteration"])
         self._bar.refresh()
 
     def close(self) -> None:
         self._redirects.close()
         self._bar.close()
+        print(end=ERASE_LINE, file=self._stream, flush=True)
 
 
-Console = PlainConsole | LiveConsole
-
-
-def open_console(train_iters: int, first: int = 0, stream: TextIO | None = None) -> Console:
+def open_console(train_iters: int, first: int = 0, stream: TextIO | None = None) -> PlainConsole:
     """A bar if `stream` (standard output when None) is a terminal, plain lines if it is not."""
     stream = sys.stdout if stream is None else stream
     kind = LiveConsole if stream.isatty() else PlainConsole

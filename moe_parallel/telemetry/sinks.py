@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from moe_parallel.collective_errors import one_line
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.console import Console, open_console
+from moe_parallel.telemetry.console import PlainConsole, open_console
 from moe_parallel.telemetry.metrics import MetricsLine, MetricsWriter
 from moe_parallel.telemetry.wandb_sink import WandbSink
 
@@ -45,7 +45,7 @@ class Telemetry:
     A log that cannot be written does not end the run; a line is printed the first time.
     """
 
-    def __init__(self, console: Console | None = None, *sinks: Sink) -> None:
+    def __init__(self, console: PlainConsole | None = None, *sinks: Sink) -> None:
         self._console = console
         self._sinks = sinks
         self._failed: set[str] = set()

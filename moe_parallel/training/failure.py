@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from moe_parallel.errors import Busy, InputError, Unmet
 from moe_parallel.platform.bus_error import on_bus_error
+from moe_parallel.telemetry.console import ERASE_LINE
 from moe_parallel.training.exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DIVERGED,
@@ -148,7 +149,7 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
             return
         if _tells_other_nodes(EXIT_INTERRUPTED):
             where = f" on {socket.gethostname()}" if _node() else ""
-            print(f"the launcher{where} is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
+            tell(f"the launcher{where} is gone {BEFORE_TRAINING}")
         leave(EXIT_INTERRUPTED)
 
     threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
@@ -228,7 +229,7 @@ def _fail(channel: FailureChannel, code: int, message: str) -> int:
     # stops by its own watch, or fails because another one has left: rank 0 prints for all.
     launcher_is_gone = channel.gone and (code == EXIT_INTERRUPTED or _launcher_serves())
     if _rank() == 0 or not launcher_is_gone:
-        print(message, file=sys.stderr, flush=True)
+        tell(message)
     if _rank() == 0 and not _launcher_serves():
         channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     return code
@@ -246,6 +247,12 @@ def _rank() -> int:
 def _node() -> int:
     """The number of this node among those of the job."""
     return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def tell(message: str) -> None:
+    """Print on stderr; on a terminal in the line of the bar, which another process may show."""
+    place = ERASE_LINE if sys.stderr.isatty() else ""
+    print(place + message, file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from moe_parallel.telemetry.progress import Phase, Place, Progress
 from moe_parallel.training.checkpoint.background import WRITER
 from moe_parallel.training.exit_codes import EXIT_LOST
-from moe_parallel.training.failure import FailureChannel, end_job, leave
+from moe_parallel.training.failure import FailureChannel, end_job, leave, tell
 from moe_parallel.training.hangs import Beat, Sighting, is_hung, message
 
 _BEATS, _LONGEST_PERIOD = 20, 5.0  # beats in a timeout; at most so many seconds between two
@@ -242,13 +242,11 @@ class _Beats:
         # Without a store the ranks cannot agree on who prints: one does on every host.
         if self._rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
             place = "before the first step" if self._latest is None else self._latest.place
-            print(
+            tell(
                 f"error: rank {self._rank} on {socket.gethostname()} hangs, last in {place}: the "
                 f"store of the job on {os.environ.get('MASTER_ADDR')} did not answer for "
                 f"{self._timeout:g} s (--hang-timeout); the process that serves it, rank 0 or its "
-                "launcher, is stopped, or its host or network is gone",
-                file=sys.stderr,
-                flush=True,
+                "launcher, is stopped, or its host or network is gone"
             )
         leave(EXIT_LOST)
 

@@ -1,8 +1,9 @@
-"""Plain lines into a pipe, a bar on a terminal (a pty), and warnings on separate lines."""
+"""Lines into a pipe; on a terminal (a pty) a bar below them, and warnings on separate lines."""
 
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.telemetry.console import PlainConsole, duration, open_console
+from tests.program import SMALL, flags, small_data
 from tests.telemetry.records import VALIDATION, example_record
 
 ROOT = Path(__file__).resolve().parents[2]
+ERASE = "\x1b[K"
 
 SCRIPT = """
 import logging, sys, warnings
@@ -37,35 +40,47 @@ print("after")
 """
 
 
-def on_a_terminal(script: str) -> str:
-    """The output of the script on a terminal of 120 columns, both streams."""
+def on_a_terminal(
+    *arguments: object, columns: int = 120, ctrl_c: bytes = b"", code: int = 0
+) -> str:
+    """The output of Python with the arguments on a terminal, both streams, until its exit code.
+
+    After the output `ctrl_c` somebody types Ctrl-C.
+    """
     terminal, process_end = pty.openpty()
-    rows_and_columns = struct.pack("HHHH", 24, 120, 0, 0)
+    rows_and_columns = struct.pack("HHHH", 24, columns, 0, 0)
     fcntl.ioctl(process_end, termios.TIOCSWINSZ, rows_and_columns)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=process_end, stderr=process_end, cwd=ROOT
-    )
+        [sys.executable, *map(str, arguments)],
+        stdin=process_end, stdout=process_end, stderr=process_end, cwd=ROOT,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(process_end, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
     os.close(process_end)
     received = b""
     try:
         while chunk := os.read(terminal, 4096):
             received += chunk
+            if ctrl_c and ctrl_c in received:
+                os.write(terminal, b"\x03")
+                ctrl_c = b""
     except OSError:  # on Linux it means that the other end is closed
         pass
     finally:
         os.close(terminal)
-    assert process.wait(timeout=60) == 0, received.decode()
+    assert process.wait(timeout=60) == code, received.decode()
     return received.decode()
 
 
 def visible_lines(received: str) -> list[str]:
-    """The lines that remain on the screen: a carriage return restarts the line."""
+    """The lines that remain on the screen, if it is wide enough not to break any."""
     lines = []
     for line in received.replace("\r\n", "\n").split("\n"):
         shown = ""
         for part in line.split("\r"):
-            shown = part + shown[len(part) :]
-        lines.append(shown.replace("\x1b[A", "").rstrip())
+            shown = (
+                part.removeprefix(ERASE) if part.startswith(ERASE) else part + shown[len(part) :]
+            )
+        lines.append(shown.rstrip())
     return lines
 
 
@@ -93,23 +108,44 @@ def test_a_pipe_gets_plain_lines():
     assert "the sky is low" in done.stderr
 
 
-def test_a_terminal_gets_a_bar_and_warnings_above_it():
-    received = on_a_terminal(SCRIPT)
-    assert "\r" in received
-    assert "40/40" in received and "loss 4.2500  12,346 tokens/s" in received
+@pytest.mark.parametrize("columns", [120, 80, 40])
+def test_a_terminal_keeps_the_lines_and_shows_a_bar_below_them(columns):
+    received = on_a_terminal("-c", SCRIPT, columns=columns)
     lines = visible_lines(received)
-    for message in ("the sky is low", "the sea is high", "saved", "iteration 30/40 | validation"):
-        (line,) = [line for line in lines if message in line]
-        assert "|#" not in line and "█" not in line, line
-    (bar,) = [line for line in lines if "00:00 gone" in line]
-    assert "100%" in bar and "40/40" in bar
-    assert lines[lines.index(bar) + 1] == "after"
+    for message in ("the sky is low", "the sea is high"):
+        (said,) = [line for line in lines if message in line]
+        assert "left" not in said, said
+    kept = [line for line in lines if line.startswith(("iteration", "saved", "after"))]
+    assert [line.split(" | ")[0] for line in kept] == [
+        *("iteration 20/40", "iteration 30/40", "iteration 30/40", "iteration 40/40"),
+        *("saved", "after"),  # the bar is gone
+    ]
+    assert "loss 4.2500 | 12,346 tokens/s | grad norm 1.500 | lr 3.00e-04" in kept[0]
+    assert not [line for line in lines if "left" in line and line not in kept]
+    bars = [part for part in re.split("[\r\n]", received) if re.match(r" *\d+/40 \|", part)]
+    assert "40/40 |██████████| 00:00 left" in bars
+    # No more than any terminal has: one that becomes narrower would break it in two.
+    assert max(map(len, bars)) <= 40
 
 
 def test_the_bar_of_a_resumed_run_starts_where_the_run_was():
-    received = on_a_terminal(SCRIPT)
-    assert "10/40" in received
-    assert " 0/40" not in received
+    received = on_a_terminal("-c", SCRIPT)
+    assert "\r10/40" in received
+    assert "\r0/40" not in received
+
+
+@pytest.mark.full
+def test_the_last_line_after_ctrl_c_is_the_message(tmp_path):
+    """Of a launcher and two ranks, which all write to the terminal."""
+    run = SMALL | small_data(tmp_path) | {"train_iters": 2000, "save": tmp_path / "run"}
+    received = on_a_terminal(
+        "pretrain_gpt_moe.py", "--nproc-per-node", 2, *flags(run), ctrl_c=b"iteration   20", code=75
+    )
+    *lines, saved, stopped, nothing = visible_lines(received)
+    assert any(line.startswith("stopping: the run saves") for line in lines)
+    assert not [line for line in lines if line.startswith("2") or "^C" in line]
+    assert saved.startswith("saved ") and nothing == ""
+    assert stopped.startswith("stopped by a signal after iteration")
 
 
 def test_plain_is_chosen_for_what_is_not_a_terminal(tmp_path):
