@@ -14,13 +14,14 @@ import argparse
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from moe_parallel.config.command_line import check_flags
 from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
@@ -76,7 +77,13 @@ class Tool(OneLineParser):
         self, arguments: list[str], work: Callable[[Namespace, list[str]], int | None]
     ) -> int:
         """Runs `work(own flags, flags of the training program)` and returns the exit code."""
-        return self._ended(lambda: work(*self.parse_known_args(arguments)))
+        return self._ended(lambda: work(*self.divide(arguments)))
+
+    def divide(self, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+        """The flags of this program, and those of training. Raises InputError for any other."""
+        own, flags = self.parse_known_args(arguments)
+        check_flags(flags, self.flags)
+        return own, flags
 
     def _ended(self, work: Callable[[], int | None]) -> int:
         try:
@@ -124,7 +131,11 @@ def progress(label: str, total: int | None, unit: str = "it") -> Iterator[Callab
     if not sys.stderr.isatty():
         yield ProgressLines(label, total, unit)
         return
-    with tqdm(total=total, desc=label, unit=unit, unit_scale=True) as bar:
+    # Narrow, because a terminal that becomes narrower leaves a part of what it breaks in two.
+    shape = "{desc}: {percentage:.0f}% |{bar:10}| {remaining} left, {rate_fmt}" if total else None
+    with tqdm(
+        total=total, desc=label, unit=unit, unit_scale=True, dynamic_ncols=True, bar_format=shape
+    ) as bar:
         yield bar.update
 
 

@@ -131,7 +131,7 @@ def _describe(package: Path) -> tuple[str, str, list[str]]:
     from moe_parallel.errors import InputError
 
     with redirect_stdout(StringIO()) as text, pytest.raises(SystemExit):
-        read_command_line(["--help"])
+        read_command_line(["--help", "all"])
     config = make_config(OPTIONS | {"num_experts": 4, "window_size": 5})
     with pytest.raises(InputError) as broken:
         validate(config, 1)

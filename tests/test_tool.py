@@ -70,9 +70,34 @@ def test_flags_of_training_are_handed_on():
     tool = Tool("a_tool.py", None)
     tool.add_argument("--load")
     seen = []
-    line = ["--load", "x", "--lo", "1", "--num_layers=2"]
+    line = ["--load", "x", "--num_layers=2"]
     assert tool.run_with_training_flags(line, lambda *given: seen.append(given)) == 0
-    assert seen == [(Namespace(load="x"), ["--lo", "1", "--num-layers=2"])]  # no abbreviation
+    assert seen == [(Namespace(load="x"), ["--num-layers=2"])]
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--loa", "load"),  # no abbreviation
+        ("--max-new-tokens", "tokens"),  # as in transformers
+        ("--max-gen-toks", "tokens"),  # as in lm-evaluation-harness
+        ("--moe-top-k", "moe-router-topk"),  # of training
+    ],
+)
+def test_a_flag_that_a_tool_does_not_have(capsys, flag, meant):
+    tool = Tool("a_tool.py", None)
+    tool.add_argument("--load")
+    tool.add_argument("--tokens", help="max. number of new tokens")
+    line = [flag, "1"]
+    assert tool.run_with_training_flags(line, lambda *given: None) == 2
+    said = f"a_tool.py: {flag} is not a flag of this program: did you mean --{meant}?\n"
+    assert capsys.readouterr().err == said
+
+
+def test_training_flags_of_the_launcher_are_refused(capsys):
+    tool = Tool("a_tool.py", None)
+    assert tool.run_with_training_flags(["--nproc-per-node=2"], lambda *given: None) == 2
+    assert "--nproc-per-node starts ranks, which this program does not" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

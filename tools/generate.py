@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     add("--names", metavar="NAME", nargs=2, default=["User", "Model"],
         help="the speakers of a chat (default: User Model)")  # fmt: skip
     add("--tokens", metavar="N", type=int, default=100,
-        help="maximum number of tokens to add to a text (default: 100)")  # fmt: skip
+        help="max. number of new tokens of a text (default: 100)")  # fmt: skip
     add("--stop", metavar="TEXT", nargs="+", default=[], help="end a text before one of these")
     add("--temperature", metavar="X", type=float, default=0.8,
         help="number that divides the logits; 0: always the most probable token "

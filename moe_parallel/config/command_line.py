@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from moe_parallel.config.config import (
     make_config,
     selection_options,
 )
-from moe_parallel.config.message import as_typed
+from moe_parallel.config.launching import add_launching_flags
+from moe_parallel.config.message import as_typed, did_you_mean
 from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
 from moe_parallel.config.option import Option, options
 from moe_parallel.config.replaced import without_replaced
@@ -51,21 +52,33 @@ class CommandLine:
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Splits `[--config FILE.yaml] [--flag value ...]` into options.
 
-    Prints help and raises SystemExit(0) for --help. Raises InputError for unknown words.
+    Prints help and raises SystemExit(0) for --help [WORD]. Raises InputError for unknown words.
     """
     parser = _parser()
-    words = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    flags = [dashed(word) for word in words]
-    for word, its_flag in zip(words, flags, strict=True):
-        if its_flag not in parser.flags:
-            near = difflib.get_close_matches(its_flag.lower(), parser.flags, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
-            raise InputError(f"{as_typed(word)} is not a flag of this program: {hint}")
-    if flags.count("--config") > 1:
+    for place, word in enumerate(arguments, 1):
+        if word.split("=")[0] in ("-h", "--help"):
+            about = word.partition("=")[2] or (*arguments[place:], "")[0]
+            print(_help(parser, about.strip("-").replace("_", "-").lower()), end="", flush=True)
+            raise SystemExit(0)
+    check_flags(arguments)
+    if [dashed(word.split("=")[0]) for word in arguments].count("--config") > 1:
         raise InputError("--config is given twice: name one file, and change it by flags")
     given = vars(parser.parse_args(arguments))
     file = given.pop("config", None)
     return CommandLine(given, None if file is None else Path(file))
+
+
+def check_flags(arguments: Sequence[str], others: dict[str, str] | None = None) -> None:
+    """Raises InputError for a flag that training does not have. `others`: that may be meant."""
+    parser = _parser()
+    known = parser.flags
+    names = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    for name in names:
+        if dashed(name) not in known:
+            add_launching_flags(parser)
+            if dashed(name) in parser.flags:
+                raise InputError(f"{name} starts ranks, which this program does not: leave it out")
+            raise parser.unknown(name, others)
 
 
 def parse_command_line(arguments: Sequence[str]) -> Config:
@@ -84,9 +97,7 @@ def parse_command_line(arguments: Sequence[str]) -> Config:
 class _Parser(OneLineParser):
     """Prints --help and splits the command line into words."""
 
-    @property
-    def flags(self) -> list[str]:
-        return list(self._option_string_actions)
+    LISTED = "pretrain_gpt_moe.py --help all lists all flags"
 
 
 def _parser() -> _Parser:
@@ -94,13 +105,15 @@ def _parser() -> _Parser:
         prog="pretrain_gpt_moe.py",
         usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
         "                              [--flag value ...]",
-        description="Pretrain a mixture-of-experts language model. --expert-selection names the "
-        "system that selects the experts. Every YAML key is also a flag; flags override the file.",
+        description="Pretrain a mixture-of-experts language model. Every YAML key is also a flag; "
+        "flags override the file.",
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=help_of_terminal_width,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
+    group = parser.add_argument_group("config", "The file of options.")
+    group.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
     for name, section in common_sections().items():
         group = parser.add_argument_group(name, _first_line(section))
         for each in options(section):
@@ -110,9 +123,60 @@ def _parser() -> _Parser:
     return parser
 
 
+def _help(parser: _Parser, about: str) -> str:
+    """The first page of help, or the flags of a section or a system, or those with a word."""
+    add_launching_flags(parser)
+    sections = {group.title or "": group for group in parser._action_groups if group._group_actions}
+    formatter = help_of_terminal_width(parser.prog)
+    if not about:
+        formatter.add_usage(parser.usage, (), ())
+        formatter.add_text(parser.description)
+        about_sections = {
+            name: re.split(r"[.:;]( |$)", section.description or "")[0]
+            for name, section in sections.items()
+        }
+        _list(formatter, "sections", about_sections)
+        _list(formatter, "more help", {
+            "--help SECTION": "the flags of a section: --help data",
+            "--help SYSTEM": "the options of a system: --help aoe",
+            "--help WORD": "flags with a word in their name or text: --help router",
+            "--help all": f"all {len(parser.flags)} flags",
+        })  # fmt: skip
+        return formatter.format_help()
+    its = selection_options().get(about.replace("-", "_"))
+    word = re.compile(rf"--\S*{re.escape(about)}|.*\b{re.escape(about)}", re.IGNORECASE)
+    for name, section in sections.items():
+        flags = [
+            each
+            for each in section._group_actions
+            if about in ("all", name)
+            or (each.dest in its if its else word.match(f"{each.option_strings[0]} {each.help}"))
+            and about not in sections
+        ]
+        if flags:
+            formatter.start_section(name)
+            formatter.add_text(section.description)
+            formatter.add_arguments(flags)
+            formatter.end_section()
+    text = formatter.format_help()
+    if not text:
+        hint = did_you_mean(about, parser.flags) or "--help lists the sections and systems"
+        raise InputError(f"--help {as_typed(about)}: no section, system or flag has this: {hint}")
+    return text
+
+
+def _list(formatter: argparse.HelpFormatter, title: str, lines: Mapping[str, str | None]) -> None:
+    formatter.start_section(title)
+    for name, text in lines.items():
+        formatter.add_argument(argparse.Action([], "", metavar=name, help=text))
+    formatter.end_section()
+
+
 def _add_selections(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "expert selection", "Brackets name the systems that have an option."
+        "selection",
+        "The system that selects the experts, and its options. Brackets name the systems that have "
+        "an option.",
     )
     which = expert_selection()
     _add(group, which, f"{which.help} (default: {which.default})")
@@ -161,7 +225,7 @@ def _add(group: Any, each: Option, text: str) -> None:
 def _text(default: Any) -> str:
     if isinstance(default, bool) or default is None:
         return str(default).lower()
-    return str(default)
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _first_line(section: type) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,10 @@ import yaml
 from moe_parallel.config.checkpoint import CheckpointConfig
 from moe_parallel.config.data import DataConfig
 from moe_parallel.config.fp8 import Fp8Config
+from moe_parallel.config.launching import launching_flags
 from moe_parallel.config.layer_pattern import moe_layer_pattern
 from moe_parallel.config.logging import LoggingConfig
-from moe_parallel.config.message import as_typed, flag, shown
+from moe_parallel.config.message import as_typed, did_you_mean, flag, shown
 from moe_parallel.config.model import ModelConfig
 from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.optimizer import OptimizerConfig
@@ -247,6 +247,12 @@ def _unknown(
             f"{' or '.join(owners)}, and {system} is selected: remove {flag(name)}, or change "
             "--expert-selection"
         )
-    near = difflib.get_close_matches(name, [*known, EXPERT_SELECTION], n=1)
-    hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"
+    if flag(name) in launching_flags() | {"--config", "--help"}:
+        return InputError(
+            f"{flag(name)} belongs to the command line: remove it from the file, and start with "
+            f"{flag(name)}{'' if value is True else f' {as_typed(str(value))}'}"
+        )
+    texts = {each.flag: each.help for each in (*known.values(), expert_selection())}
+    listed = "pretrain_gpt_moe.py --help all lists all flags"
+    hint = did_you_mean(flag(name), texts) or listed
     return InputError(f"{as_typed(flag(name))} is not a flag or YAML key of this program: {hint}")

@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
+from moe_parallel.config.launching import LaunchOptions
 from moe_parallel.errors import InputError
 from moe_parallel.launch.agent import JobAgent
-from moe_parallel.launch.options import LaunchOptions
 from moe_parallel.training.signals import StopRequest
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
+from moe_parallel.config.launching import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
-from moe_parallel.launch.options import LaunchOptions, divide, help_text
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone
 from moe_parallel.training.signals import Stopped, StopRequest
 from moe_parallel.training.starts import keep_command
@@ -42,7 +43,7 @@ def main(script: str, arguments: Sequence[str]) -> None:
 
 def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
     if {"--help", "-h"} & set(arguments):
-        return _help()
+        return _help(arguments)
     keep_command(script, arguments)
     options = divide(arguments)
     if options.launcher:
@@ -123,12 +124,10 @@ def _check_restarts(options: LaunchOptions, config: Config | None) -> None:
         )
 
 
-def _help() -> int:
+def _help(arguments: Sequence[str]) -> int:
     if _is_first():
-        try:
-            parse_command_line(["--help"])
-        except SystemExit:
-            print("\n" + help_text(), flush=True)
+        with suppress(SystemExit):
+            read_command_line(arguments)
     return 0
 
 

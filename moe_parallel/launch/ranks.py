@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from moe_parallel.config.launching import divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
-from moe_parallel.launch.options import divide
 from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of
 from moe_parallel.training.signals import Stopped, StopRequest
@@ -64,7 +64,7 @@ def run_tool_on_ranks(
     """
     if {"-h", "--help"} & set(arguments):
         return tool.run(arguments, lambda own: None)
-    run_on_ranks(script, arguments, lambda words: check(*tool.parse_known_args(words)), work)
+    run_on_ranks(script, arguments, lambda words: check(*tool.divide(words)), work)
 
 
 def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> NoReturn:

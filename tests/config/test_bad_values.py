@@ -79,7 +79,10 @@ WORDS = {
         "---seed is not a flag of this program: did you mean --seed",
     ),
     "a short flag": (["-n", "4"], "unrecognized arguments: -n 4"),
-    "a value for help": (["--help=1"], "-h/--help: ignored explicit argument '1'"),
+    "a value for help": (
+        ["--help=@"],
+        "--help @: no section, system or flag has this: --help lists",
+    ),
     "a response file": (["@flags"], "unrecognized arguments: @flags"),
     "a pattern of code": ([*EXPERTS, "--moe-layer-freq=exit()"], "--moe-layer-freq is 'exit"),
     "a pattern of other digits": ([*EXPERTS, "--moe-layer-freq=٤"], "--moe-layer-freq is '٤'"),

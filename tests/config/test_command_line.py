@@ -7,6 +7,7 @@ import pytest
 
 from moe_parallel.config import Config, make_config, parse_command_line
 from moe_parallel.config.config import common_options, expert_selection, selection_options
+from moe_parallel.config.launching import launching_flags
 from moe_parallel.config.option import Option
 from moe_parallel.errors import InputError
 
@@ -137,33 +138,66 @@ def test_none_is_no_value_of_the_rest(flag: str) -> None:
         parse_one(flag, "none")
 
 
-def help_text(capsys: pytest.CaptureFixture[str], flag: str = "--help") -> str:
+SECTIONS = (
+    "config model moe selection parallel training fp8 optimizer data checkpoint logging launching"
+).split()
+
+
+def help_text(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        parse_command_line([flag])
+        parse_command_line(["--help", *words])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
 
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
+
+
 def test_help_has_each_flag_once_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_text(capsys)
-    entries = re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
-    assert sorted(entries) == sorted([*every_option(), "--config"])
-    # Each entry begins with its flags, and each except --config ends with its default.
+    text = help_text(capsys, "all")
+    assert sorted(flags_in(text)) == sorted({*every_option(), "--config", *launching_flags()})
     bodies = re.split(r"^  --[a-z0-9-]+", text, flags=re.MULTILINE)[1:]
-    for flag, body in zip(entries, bodies, strict=True):
-        assert flag == "--config" or "(default: " in " ".join(body.split()), flag
+    for flag, body in zip(flags_in(text), bodies, strict=True):
+        if option := every_option().get(flag):
+            default, *others = re.findall(r"\(default: (.*?)\)", " ".join(body.split()))[0].split(
+                ";"
+            )
+            # As a user would write it; `others`: of other systems.
+            assert option.parse(default) == option.default or others, flag
+
+
+def test_the_first_page_of_help_tells_how_to_find_a_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_text(capsys)
+    assert len(text.splitlines()) <= 26
+    assert re.findall(r"^  ([a-z0-9]+) ", text, re.MULTILINE) == SECTIONS
+    assert "--help WORD" in text and "--help router" in text and "--help all" in text
+
+
+def test_help_of_a_section_a_system_or_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    data = flags_in(help_text(capsys, "data"))
+    assert data[0] == "--data-path" and "--seed" not in data
+    assert flags_in(help_text(capsys, "smear")) == [
+        option.flag for option in selection_options()["smear"].values()
+    ]
+    router = help_text(capsys, "router")
+    assert "--moe-router-topk" in flags_in(router) and "--num-layers" not in router
+    assert "--lr" in flags_in(help_text(capsys, "--learning"))
+    assert flags_in(help_text(capsys, "--nproc_per_node")) == ["--nproc-per-node"]
+    assert message_of("--help", "num-layer-s").endswith("did you mean --num-layers?")
+    assert "no section, system or flag has this" in message_of("--help=zzz")
 
 
 def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_text(capsys, "-h")
-    groups = re.findall(r"^([a-z ]+):$", text, re.MULTILINE)
-    assert groups[1:] == [
-        *("model", "moe", "expert selection", "parallel", "training", "optimizer", "data"),
-        *("checkpoint", "logging"),
-    ]
-    groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
+    text = help_text(capsys, "all")
+    groups = re.findall(r"^([a-z0-9 ]+):$", text, re.MULTILINE)
+    assert groups == SECTIONS
+    groups_text = dict(zip(groups, re.split(r"^[a-z0-9 ]+:$", text, flags=re.M)[1:], strict=True))
     assert "--num-layers" in groups_text["model"]
-    selection = " ".join(groups_text["expert selection"].split())
+    selection = " ".join(groups_text["selection"].split())
     assert (
         "[aoe, aoe_top_p, aoe_threshold, aoe_expert_choice, routing_free] d_low, the rank of W_g"
         in selection
@@ -178,7 +212,7 @@ def test_help_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, most: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = help_text(capsys)
+    text = help_text(capsys, "all")
     assert max(map(len, text.splitlines())) <= most
     words = ", ".join(expert_selection().choices)
     assert f"{words}: the system that selects the experts" in " ".join(text.split())
@@ -195,6 +229,23 @@ def test_help_fits_the_terminal(
         ("--topk-selection", "--expert-selection"),
         ("--no-bf16", "--bf16"),
         ("--confg", "--config"),
+        # as other programs of the field call it
+        ("--moe-top-k", "--moe-router-topk"),
+        ("--router-top-k", "--moe-router-topk"),
+        (
+            "--num-experts-per-tok",
+            "--moe-router-topk or --num-experts or --moe-ffn-experts-per-token",
+        ),
+        ("--num-hidden-layers", "--num-layers"),
+        ("--num-local-experts", "--num-experts"),
+        ("--num-key-value-heads", "--num-query-groups"),
+        ("--learning-rate", "--lr"),
+        ("--seq-len", "--seq-length"),
+        ("--train-steps", "--train-iters"),
+        ("--batch-size", "--micro-batch-size or --global-batch-size"),
+        ("--gradient-clipping", "--clip-grad"),
+        ("--moe-expert-parallel-size", "--expert-model-parallel-size"),
+        ("--nproc-per-nod", "--nproc-per-node"),
     ],
 )
 def test_an_unknown_flag_suggests_the_nearest(wrong: str, near: str) -> None:
@@ -203,7 +254,8 @@ def test_an_unknown_flag_suggests_the_nearest(wrong: str, near: str) -> None:
 
 
 def test_a_flag_like_none() -> None:
-    assert message_of("--qqqqq") == "--qqqqq is not a flag of this program: --help lists all flags"
+    listed = "pretrain_gpt_moe.py --help all lists all flags"
+    assert message_of("--qqqqq") == f"--qqqqq is not a flag of this program: {listed}"
     assert "is not a flag" in message_of("--two\nlines")
     assert "is not a flag" in message_of("--" + "x" * 5000)
 
@@ -221,7 +273,7 @@ def test_flags_may_have_underscores() -> None:
 
 
 def test_a_flag_like_none_with_underscores() -> None:
-    assert message_of("--_") == "--_ is not a flag of this program: --help lists all flags"
+    assert message_of("--_").startswith("--_ is not a flag of this program: pretrain_gpt_moe.py")
 
 
 def test_the_last_of_equal_flags_counts() -> None:

@@ -199,8 +199,10 @@ def test_what_does_not_go_with_either_selection(
         ),
         ("expert-selectoin: aoe", "--expert-selectoin is not a .* did you mean --expert-selection"),
         ("aoe-low-rank: 3", "--aoe-low-rank is not a flag"),
-        ("config: other.yaml", "--config is not a flag or YAML key"),
-        ("help: 1", "--help is not a flag or YAML key"),
+        *(
+            (f"{key}: 2", f"--{key} belongs to the command line: .* start with --{key} 2$")
+            for key in ("nproc-per-node", "nnodes", "max-restarts", "config", "help")
+        ),
         ("1: 2", "--1 is not a flag"),
         ("null: 2", "--None is not a flag"),
         ('"two\\nlines": 2', "'--two.nlines' is not a flag"),

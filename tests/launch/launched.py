@@ -8,8 +8,8 @@ from unittest import mock
 
 import psutil
 
+from moe_parallel.config.launching import divide
 from moe_parallel.launch.job import run_job
-from moe_parallel.launch.options import divide
 from moe_parallel.training.exit_codes import code_of
 from moe_parallel.training.signals import Stopped, StopRequest
 from tests.distributed import PRELOADED

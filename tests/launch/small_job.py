@@ -17,9 +17,9 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the program does
 import torch
 from torch import distributed as dist
 
+from moe_parallel.config.launching import divide
 from moe_parallel.errors import InputError
 from moe_parallel.launch.job import run_job
-from moe_parallel.launch.options import divide
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
 from moe_parallel.training.failure import FailureChannel, leave, run
 from moe_parallel.training.job_store import join_store

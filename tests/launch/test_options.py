@@ -2,8 +2,8 @@
 
 import pytest
 
+from moe_parallel.config.launching import SHUTDOWN_TIMEOUT, divide
 from moe_parallel.errors import InputError
-from moe_parallel.launch.options import SHUTDOWN_TIMEOUT, divide, help_text
 
 
 def test_no_flag_of_the_launcher():
@@ -39,9 +39,3 @@ def test_flags_are_found_wherever_they_are():
 def test_wrong_values(line, message):
     with pytest.raises(InputError, match=message):
         divide(line.split())
-
-
-@pytest.mark.parametrize(("columns", "most"), [(80, 78), (300, 98)])
-def test_help_is_as_wide_as_the_terminal(monkeypatch, columns, most):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert most - 10 <= max(map(len, help_text().splitlines())) <= most

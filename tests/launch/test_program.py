@@ -55,9 +55,11 @@ def test_wrong_values_are_told_at_once(tmp_path):
 
 
 def test_help_lists_the_launcher_too():
-    code, out, said = _at_once("--help")
+    code, out, said = _at_once("--nproc-per-node", "2", "--help", "all")
     assert (code, said) == (0, [])
     assert "--num-layers" in out and "--nproc-per-node" in out and "--max-restarts" in out
+    code, out, said = _at_once("--help")
+    assert (code, said) == (0, []) and "--help router" in out
     assert _at_once("--help", SLURM_PROCID="1") == (0, "", [])
 
 

@@ -123,7 +123,12 @@ class TokensChoose(Selection):
 class FixedNumber(Selection):
     """A fixed number of experts per token."""
 
-    moe_router_topk: int = option(2, "number of experts per token (K)", weights=True, least=1)
+    moe_router_topk: int = option(
+        2,
+        "number of experts per token (K), in Hugging Face's models num_experts_per_tok",
+        weights=True,
+        least=1,
+    )
 
     @property
     def choices_per_token(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_parallel.config.message import as_typed
-from moe_parallel.config.one_line_parser import OneLineParser, help_of_terminal_width
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 SHUTDOWN_TIMEOUT = 600  # seconds
@@ -59,18 +59,18 @@ def _check(flag: str, given: dict[str, str], pattern: str, meaning: str) -> None
         raise InputError(f"{flag} is {as_typed(value)}: it must be {meaning}")
 
 
-def help_text() -> str:
-    """The flags, as --help lists them."""
-    return _parser().format_help()
+def launching_flags() -> set[str]:
+    """What only a command line can have."""
+    return set(_parser().flags)
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        usage=argparse.SUPPRESS,
-        add_help=False,
-        allow_abbrev=False,
-        formatter_class=help_of_terminal_width,
-    )
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    add_launching_flags(parser)
+    return parser
+
+
+def add_launching_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "launching",
         "The program can start its own ranks. These flags have torchrun's names and meanings and "
@@ -117,7 +117,6 @@ def _parser() -> OneLineParser:
     group.add_argument(
         "--standalone", help="run on one node, with a free port", action="store_true", default=None
     )
-    return parser
 
 
 def _flag(name: str) -> str:
