@@ -45,7 +45,7 @@ class RoutingHistory:
 
     def relative_load_RGE(self) -> np.ndarray:
         """The load of each expert divided by an even load. 1 everywhere is perfect balance."""
-        return _relative(self.tokens_per_expert_RGE)
+        return relative(self.tokens_per_expert_RGE)
 
     def final_records(self) -> int:
         """The number of records that are "the end"."""
@@ -53,7 +53,7 @@ class RoutingHistory:
 
     def final_relative_load_GE(self) -> np.ndarray:
         """`relative_load_RGE` over all choices at the end."""
-        return _relative(self.tokens_per_expert_RGE[-self.final_records() :].sum(axis=0))
+        return relative(self.tokens_per_expert_RGE[-self.final_records() :].sum(axis=0))
 
     def dropped_share(self) -> float:
         """The share of all choices of the run that were dropped."""
@@ -147,12 +147,6 @@ class RunHistory:
         tokens, norms = zip(*found, strict=True)
         return np.array(tokens, dtype=np.int64), np.array(norms)
 
-    def load_at_the_end_GE(self) -> np.ndarray | None:
-        """The load of each expert divided by an even load, over all choices at the end."""
-        counts = [per_layer(record["layers"], "tokens_per_expert") for record in self.end]
-        found = [count for count in counts if count is not None]
-        return _relative(np.sum(found, axis=0)) if found else None
-
     def held_out(self, measure: str) -> dict[str, np.ndarray]:
         """A measure of the layers in the last evaluation, by domain: [G] or [G, E]; {} if none."""
         found = {name: per_layer(of.get("layers"), measure) for name, of in self.final.items()}
@@ -191,7 +185,8 @@ def interval_start(iterations: list[int]) -> int:
     return max(0, 2 * iterations[0] - iterations[1])
 
 
-def _relative(tokens_per_expert: np.ndarray) -> np.ndarray:
+def relative(tokens_per_expert: np.ndarray) -> np.ndarray:
+    """The loads [..., E] in multiples of an even one."""
     mean = tokens_per_expert.mean(axis=-1, keepdims=True)
     return tokens_per_expert / np.where(mean > 0, mean, 1)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from moe_parallel.analysis.run_history import RoutingHistory, RunHistory
+from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, layer_numbers, relative
 
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 
-#: An expert with less than this part of an even share at the end is called dead.
+#: An expert with less than this part of an even share is called dead.
 DEAD = 0.01
 #: From these on, there is a warning.
 MUCH_DROPPED = 0.01
@@ -32,11 +33,25 @@ class Finding:
     text: str
 
 
+def loads_of(history: RunHistory) -> dict[str, tuple[list[int], np.ndarray]]:
+    """The loads that are looked at: where they are from, the layers, and [G, E] in multiples of an
+    even share. Those on held-out text are of the last evaluation, over all domains."""
+    found = {}
+    if history.routing is not None:
+        end_GE = history.routing.final_relative_load_GE()
+        found["at the end of training"] = (history.routing.layers, end_GE)
+    if held_out := history.held_out("tokens_per_expert"):
+        layers = layer_numbers(history.final[next(iter(held_out))]["layers"])
+        found["on held-out text"] = (layers, relative(np.sum(list(held_out.values()), axis=0)))
+    return found
+
+
 def findings_of(history: RunHistory, train_iters: int | None) -> list[Finding]:
     """The findings of a run, the worst first. `train_iters`: of its configuration, if known."""
     found = [
         *_not_finite(history),
-        *(_routing(history.routing) if history.routing is not None else ()),
+        *chain.from_iterable(_loads(where, *load) for where, load in loads_of(history).items()),
+        *(_drops(history.routing) if history.routing is not None else ()),
         *_ranks(history),
         *_risen(history),
         *_unfinished(history, train_iters),
@@ -64,11 +79,10 @@ def _not_finite(history: RunHistory) -> Iterator[Finding]:
         )
 
 
-def _routing(routing: RoutingHistory) -> Iterator[Finding]:
-    load_GE = routing.final_relative_load_GE()
+def _loads(where: str, layers: list[int], load_GE: np.ndarray) -> Iterator[Finding]:
     dead = {
         layer: np.flatnonzero(row_E < DEAD).tolist()
-        for layer, row_E in zip(routing.layers, load_GE, strict=True)
+        for layer, row_E in zip(layers, load_GE, strict=True)
         if (row_E < DEAD).any()
     }
     if dead:
@@ -76,9 +90,20 @@ def _routing(routing: RoutingHistory) -> Iterator[Finding]:
         yield Finding(
             WARNING,
             "dead experts",
-            f"{count} of {load_GE.size:,} experts take less than {DEAD:.0%} of an even share at "
-            f"the end: {_places(dead)}.",
+            f"{count} of {load_GE.size:,} experts take less than {DEAD:.0%} of an even share "
+            f"{where}: {_places(dead)}.",
         )
+    busiest = np.unravel_index(int(np.argmax(load_GE)), load_GE.shape)
+    if load_GE[busiest] >= BUSY_EXPERT:
+        yield Finding(
+            WARNING,
+            "imbalance",
+            f"Expert {busiest[1]} of layer {layers[int(busiest[0])]} takes "
+            f"{load_GE[busiest]:.1f} times an even share {where}.",
+        )
+
+
+def _drops(routing: RoutingHistory) -> Iterator[Finding]:
     dropped = routing.dropped_share()
     if dropped:
         layer = int(np.argmax(routing.tokens_dropped_RG.sum(axis=0)))
@@ -87,14 +112,6 @@ def _routing(routing: RoutingHistory) -> Iterator[Finding]:
             "drops",
             f"{dropped:.2%} of all choices were over capacity and dropped, most of them in layer "
             f"{routing.layers[layer]}.",
-        )
-    busiest = np.unravel_index(int(np.argmax(load_GE)), load_GE.shape)
-    if load_GE[busiest] >= BUSY_EXPERT:
-        yield Finding(
-            WARNING,
-            "imbalance",
-            f"Expert {busiest[1]} of layer {routing.layers[int(busiest[0])]} takes "
-            f"{load_GE[busiest]:.1f} times an even share at the end.",
         )
 
 

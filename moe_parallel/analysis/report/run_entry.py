@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from moe_parallel.analysis.report.curves import curves_of, routing_of, tokens_and_hours
-from moe_parallel.analysis.report.findings import findings_of
+from moe_parallel.analysis.report.findings import findings_of, loads_of
 from moe_parallel.analysis.report.numbers import short
 from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
@@ -58,6 +58,7 @@ def _measured(records: list[MetricsLine], options: RunOptions) -> dict[str, Any]
     return {
         "facts": _facts(history, options),
         "findings": [asdict(finding) for finding in findings],
+        "loads": list(loads_of(history)),
         "clock": tokens_and_hours(history),
         "curves": curves_of(history),
         "routing": routing_of(history),

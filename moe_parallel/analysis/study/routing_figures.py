@@ -34,7 +34,8 @@ MOST_SHOWN_LAYERS = 3
 
 def draw_loads(study: StudyResults) -> Figure | None:
     """The load of each expert of each layer, a map for each contender. [AoE, Fig. 3]"""
-    shown = [(r, load) for r in study.results if (load := r.first.load_at_the_end_GE()) is not None]
+    histories = [(result, result.first.routing) for result in study.results]
+    shown = [(result, it.final_relative_load_GE()) for result, it in histories if it is not None]
     if not shown:
         return None
     rows, columns = grid(len(shown), 4)

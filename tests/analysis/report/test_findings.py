@@ -35,8 +35,9 @@ def test_dead_experts_are_named_by_layer():
             record["layers"][1]["tokens_per_expert"][expert] = 0
     finding = found(records)["dead experts"]
     assert finding.level == "warning"
-    assert finding.text.startswith("2 of 24 experts take less than 1% of an even share")
-    assert finding.text.endswith("layer 2: 2, 5.")
+    assert finding.text == (
+        "2 of 24 experts take less than 1% of an even share at the end of training: layer 2: 2, 5."
+    )
     records[-1]["layers"][1]["tokens_per_expert"][2] = 10_000  # not dead at the very end
     assert "layer 2: 5." in found(records)["dead experts"].text
 
@@ -55,6 +56,26 @@ def test_a_busy_expert():
         loads = record["layers"][1]["tokens_per_expert"]
         loads[3] = sum(loads)
     assert found(records)["imbalance"].text.startswith("Expert 3 of layer 2 takes 4.")
+
+
+def test_loads_on_held_out_text_are_looked_at_too():
+    """Of the last evaluation, over all domains: an expert may be for one of them alone."""
+    records = synthetic_run(logged=40, layers=2)
+    even, only_third = [5956] * 4, [2, 2, 23821, 2]
+    domains = {"code": (even, only_third), "prose": ([0, 11912, 5956, 5956], only_third)}
+    for name, of_layers in domains.items():
+        records[-1]["validation"][name]["layers"] = [
+            {"layer": number, "tokens_per_expert": counts}
+            for number, counts in enumerate(of_layers, 1)
+        ]
+    findings = found(records)
+    assert set(findings) == {"dead experts", "imbalance"}
+    assert findings["dead experts"].text == (
+        "3 of 8 experts take less than 1% of an even share on held-out text: layer 2: 0, 1, 3."
+    )
+    assert findings["imbalance"].text == (
+        "Expert 2 of layer 2 takes 4.0 times an even share on held-out text."
+    )
 
 
 def test_ranks():

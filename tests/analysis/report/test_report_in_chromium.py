@@ -78,6 +78,10 @@ def test_the_parts_of_the_page(shown: Browser) -> None:
     ]  # fmt: skip
     links = "[...document.querySelectorAll('nav a')].map(link => document.querySelector(link.hash))"
     assert shown.value(f"{links}.every(Boolean)")
+    about = shown.value("document.querySelector('#warnings').innerText")
+    # No run has the loads of an evaluation.
+    assert "Looked at: losses, gradient norms, ranks, and the load of each expert" in about
+    assert "of each layer at the end of training." in about
     nan, dead = shown.value(WARNINGS)[:2]
     assert "Problem: NaN" in nan and "onerror" in nan and "iteration 210" in nan
     assert "dead experts" in dead and "layer 3: 5." in dead
@@ -271,3 +275,22 @@ def test_a_study_of_a_flag_has_the_flag_on_its_axis(tmp_path):
         words = browser.value(f"[...{speed}.querySelectorAll('svg text')].map(t => t.textContent)")
         assert {"1", "2", "4", "ep"} <= set(words)
         assert browser.value(f"{speed}.querySelectorAll('path.curve').length") == 1  # no ideal
+
+
+def test_little_is_shown_as_little(tmp_path):
+    """One dense run of one logged iteration: one tick below it, and no word on experts."""
+    require_chromium()
+    file = tmp_path / "report.html"
+    one = synthetic_run(logged=1, layers=0, every=20)
+    file.write_text(report_of([run_folder(tmp_path / "one", one)], command=["python"]))
+    with Browser(file) as browser:
+        browser.wait_for("document.documentElement.dataset.ready")
+        scroll_to(browser, LOSS)
+        words = browser.value(f"[...{LOSS}.querySelectorAll('svg text')].map(t => t.textContent)")
+        assert words[-2:] == ["20", "iteration"]
+        browser.value(f"{LOSS}.querySelector('svg').focus()")
+        browser.press("End")
+        spoken = browser.value(f"{LOSS}.querySelector('[aria-live]').textContent")
+        assert spoken.startswith("iteration 20: one ")
+        about = browser.value("document.querySelector('#warnings').innerText")
+        assert "no loads of experts" in about and "dead" not in about

@@ -58,6 +58,7 @@ class Chart {
       low = Math.min(low, x[0]);
       high = Math.max(high, x[x.length - 1]);
     }
+    this.only = low === high ? low : null; // the one place that has values
     if (!(low <= high)) return [0, 1];
     return low === high ? [low - 0.5, high + 0.5] : [low, high];
   }
@@ -154,6 +155,7 @@ class Chart {
   }
 
   ticksX() {
+    if (this.only !== null) return [this.only];
     const ticks = ticksOf(this.x.low, this.x.high, Math.max(2, Math.floor((this.inner.right - this.inner.left) / 90)));
     return this.spec.integers ? ticks.filter(Number.isInteger) : ticks;
   }
@@ -277,6 +279,7 @@ class Chart {
 
   /** Shows the values of all curves nearest to `value` of the x axis. */
   read(value, aloud) {
+    value = this.only ?? value;
     this.cursor = value;
     const rows = this.lines
       .map((line) => ({ line, place: nearest(line.x, value) }))

@@ -31,7 +31,7 @@ function scalingSection(studies) {
       const table = sortableTable([
         { name: "nodes", value: (row) => row.nodes, number: true },
         ...varied.map((key) => ({ name: key, value: (row) => row[key] })),
-        number("tokens/s", "tokens_per_second", compact, { best: "high" }), number("efficiency", "efficiency", (value) => percent(value)),
+        number("tokens/s", "tokens_per_second", compact), number("efficiency", "efficiency", (value) => percent(value)),
         number("step", "step_seconds", seconds),
         ...PHASES.map((phase) => number(phase, `${phase}_seconds`, seconds)),
         number("planned tokens/s", "planned_tokens_per_second", compact), number("error of the plan", "plan_error", (value) => percent(value)),
@@ -76,10 +76,10 @@ function plansSection(plans) {
       { name: "place", number: true, value: (row) => row.place },
       size("tp"), size("pp"), size("virtual", "vpp"), size("ep"), size("etp"), size("dp"), size("micro_batch", "micro-batch"),
       { name: "recompute", value: (row) => (row.layout.recompute ? "full" : "none") },
-      { name: "tokens/s/GPU", number: true, best: "high", value: (row) => row.tokens_per_second_and_gpu, show: (row) => whole(row.tokens_per_second_and_gpu) },
+      { name: "tokens/s/GPU", number: true, value: (row) => row.tokens_per_second_and_gpu, show: (row) => whole(row.tokens_per_second_and_gpu) },
       { name: "TFLOP/s", number: true, value: (row) => row.model_tflops_per_gpu, show: (row) => whole(row.model_tflops_per_gpu) },
       { name: "step", number: true, value: (row) => row.seconds, show: (row) => seconds(row.seconds) },
-      { name: "memory", number: true, best: "low", value: (row) => row.memory.total, show: (row) => gib(row.memory.total) },
+      { name: "memory", number: true, value: (row) => row.memory.total, show: (row) => gib(row.memory.total) },
     ], rows, { caption: `Layouts of ${name}` });
     const { total, stage, ...parts } = best.memory;
     const known = Object.fromEntries(Object.entries(parts).filter(([, value]) => typeof value === "number"));

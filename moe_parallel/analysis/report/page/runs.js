@@ -35,9 +35,13 @@ function findingsSection(runs) {
   const order = Object.keys(LEVELS);
   rows.sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level));
   const counts = order.map((level) => [level, rows.filter((row) => row.level === level).length]).filter(([, count]) => count);
-  const intro = rows.length
-    ? counts.map(([level, count]) => `${count} ${LEVELS[level].toLowerCase()}${count === 1 ? "" : "s"}`).join(", ")
-    : "No loss was infinite, no expert is dead, none took twice an even share, and nothing was dropped.";
+  const places = [...new Set(runs.flatMap((run) => run.loads))].map((place) => {
+    const many = runs.filter((run) => run.loads.includes(place)).length;
+    return many === runs.length ? place : `${place} (${many} of ${runs.length} runs)`;
+  });
+  const found = counts.map(([level, count]) => `${count} ${LEVELS[level].toLowerCase()}${count === 1 ? "" : "s"}`).join(", ");
+  const intro = `${found || "None"}. Looked at: losses, gradient norms, ranks, ` +
+    (places.length ? `and the load of each expert of each layer ${places.join(" and ")}.` : "but no loads of experts: no run has any.");
   const item = ({ run, level, kind, text }) => el("li", { class: level },
     el("span", { class: `tag ${level}` }, `${LEVELS[level]}: ${kind}`), el("strong", {}, run.name), el("span", {}, text));
   const shown = 12;
@@ -65,21 +69,21 @@ function runsSection(runs) {
       show: (run) => (run.facts.experts ? `${run.facts.layers} × ${run.facts.experts}` : NONE) },
     fact("iterations", "iterations", whole),
     fact("tokens", "tokens", compact),
-    fact("training loss", "train_loss", three, { title: "nats per token, last tenth", best: "low" }),
+    fact("training loss", "train_loss", three, { title: "nats per token, last tenth" }),
     ...domains.map(([domain, measure]) => measure === "loss"
-      ? fact(`${domain} loss`, `${domain}/loss`, three, { title: `nats per token of held-out ${domain}`, best: "low" })
-      : fact(`${domain} bits/byte`, `${domain}/bits_per_byte`, three, { title: `held-out ${domain}`, best: "low" })),
+      ? fact(`${domain} loss`, `${domain}/loss`, three, { title: `nats per token of held-out ${domain}` })
+      : fact(`${domain} bits/byte`, `${domain}/bits_per_byte`, three, { title: `held-out ${domain}` })),
     fact("experts/token", "experts_per_token", (value) => fixed(value, 2), { title: "of the last evaluation, mean over layers" }),
     fact("Ent_load", "ent_load", three, { title: "nats, mean over layers, last tenth: higher is more even" }),
     fact("Ent_conf", "ent_conf", three, { title: "nats, mean over layers, last tenth: lower is more confident" }),
     fact("I(expert; domain)", "mutual_information", (value) => fixed(value, 4), { title: "mutual information on held-out text, nats" }),
     fact("dropped", "dropped_share", (value) => percent(value, 2), { title: "share of all choices in training" }),
-    fact("tokens/s", "tokens_per_second", compact, { title: "median", best: "high" }),
+    fact("tokens/s", "tokens_per_second", compact, { title: "median" }),
     fact("peak memory", "peak_memory_bytes", bytes, { title: "of the rank that used most" }),
     { name: "warnings", number: true, value: (run) => run.findings.filter(({ level }) => level !== "note").length },
   ];
   const used = columns.filter((column, place) => place < 2 || runs.some((run) => ![null, undefined].includes(column.value(run))));
-  return section("runs", "Runs", "Select a heading to sort. A dot marks the best value of a column.",
+  return section("runs", "Runs", "Select a heading to sort. A single run does not tell a small difference from chance: train several seeds.",
     sortableTable(used, runs, { caption: "Runs and their numbers" }));
 }
 

@@ -1,8 +1,7 @@
 // Tables that sort by any column, with the pointer or the keyboard.
 
 /**
- * columns: {name, value(row), show(row) (default: the value as text), number, best, title}
- * best: "low" or "high" marks that extreme among at least two rows.
+ * columns: {name, value(row), show(row) (default: the value as text), number, title}
  * The first column heads each row. `start`: {column, descending}, the order at the beginning.
  */
 function sortableTable(columns, rows, { caption, start = null, tall = false } = {}) {
@@ -15,11 +14,10 @@ function sortableTable(columns, rows, { caption, start = null, tall = false } = 
       el("button", { type: "button", class: "plain", onclick: () => sortBy(place) }, column.name),
     ),
   );
-  const extremes = columns.map((column) => extremeOf(column, rows));
 
   function sortBy(place) {
     if (state.column === place) state.descending = !state.descending;
-    else Object.assign(state, { column: place, descending: Boolean(columns[place].number && columns[place].best !== "low") });
+    else Object.assign(state, { column: place, descending: false });
     fill();
   }
 
@@ -42,9 +40,7 @@ function sortableTable(columns, rows, { caption, start = null, tall = false } = 
     return el("tr", {}, columns.map((column, place) => {
       const value = column.value(row);
       const shown = column.show ? column.show(row) : value ?? NONE;
-      const isBest = extremes[place] !== null && value === extremes[place];
-      const classes = [column.number ? "number" : "", isBest ? "best" : ""].filter(Boolean).join(" ");
-      const attributes = { class: classes || null, title: isBest ? "best of this column" : null };
+      const attributes = { class: column.number ? "number" : null };
       if (place === 0) return el("th", { scope: "row", ...attributes }, shown);
       return el("td", attributes, shown);
     }));
@@ -66,13 +62,6 @@ function compare(one, other, sign) {
   if (missing(one) || missing(other)) return Number(missing(one)) - Number(missing(other));
   if (typeof one === "number" && typeof other === "number") return sign * (one - other);
   return sign * String(one).localeCompare(String(other), "en", { numeric: true });
-}
-
-function extremeOf(column, rows) {
-  if (!column.best) return null;
-  const values = rows.map(column.value).filter((value) => typeof value === "number");
-  if (values.length < 2) return null;
-  return column.best === "low" ? Math.min(...values) : Math.max(...values);
 }
 
 /** A closed <details> whose content is built when it is first opened. */
