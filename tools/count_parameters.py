@@ -49,22 +49,21 @@ def _print_counts(own: argparse.Namespace, flags: list[str]) -> None:
     # The layout does not change the model, so it is counted on one rank.
     config = dataclasses.replace(config, parallel=ParallelConfig())
     validate(config, world_size=1)
-    if config.data.vocab_size is None:
-        raise InputError("--vocab-size is not set: give the size of the tokenizer")
     if own.experts_per_token is not None:
         _check_experts_per_token(config, own.experts_per_token)
     load_torch()
 
     from moe_parallel.model.flops import token_flops
     from moe_parallel.model.parameters import count_parameters
-    from moe_parallel.training.standalone import single_process
+    from moe_parallel.training.standalone import single_process, vocab_size_of
 
+    vocab_size = vocab_size_of(config)
     with single_process(config) as groups:
-        counts = count_parameters(config, config.data.vocab_size, groups, own.experts_per_token)
+        counts = count_parameters(config, vocab_size, groups, own.experts_per_token)
     chosen = own.experts_per_token or config.selection.mean_choices
     flops = None
     if counts.active is not None:
-        vocabulary = config.padded_vocab_size(config.data.vocab_size)
+        vocabulary = config.padded_vocab_size(vocab_size)
         flops = round(token_flops(config, vocabulary, chosen or 0).training)
     print(json.dumps({**dataclasses.asdict(counts), "flops_per_token": flops}))
 

@@ -13,6 +13,7 @@ from moe_parallel.errors import InputError
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
 
+EMBEDDED_VOCAB_SIZE = 4096  # of the embedded corpus, without --vocab-size
 _PART_AT_MOST = 1_000_000
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_parallel.config import Config
 from moe_parallel.config import selection as selections
+from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.config.selection.kept import Scoring, Target
 from moe_parallel.errors import InputError
 from moe_parallel.plan.experts import (
@@ -171,10 +172,10 @@ def _plannable_system(selection: selections.Selection) -> None:
 
 
 def vocabulary_of(config: Config) -> int:
-    """--vocab-size. Raises InputError if it is not set, because a plan reads no tokenizer."""
-    if config.data.vocab_size is None:
-        raise InputError("--vocab-size is not set: give the size of the tokenizer")
-    return config.data.vocab_size
+    """Of the model. Raises InputError if only a tokenizer tells it, because a plan reads none."""
+    if config.data.vocab_size is None and config.data.data_path is not None:
+        raise InputError("--vocab-size is not set: a plan reads no tokenizer, so give its size")
+    return config.data.vocab_size or EMBEDDED_VOCAB_SIZE
 
 
 def target_of(config: Config) -> Target | None:

@@ -24,6 +24,8 @@ from moe_parallel.config import (
     read_command_line,
     validate,
 )
+from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
+from moe_parallel.data.tokenizer import build_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
@@ -33,7 +35,6 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import checked_file, read_record
 from moe_parallel.training.run_folder import open_checkpoints
-from moe_parallel.training.text import DEFAULT_VOCAB_SIZE
 
 
 def standalone_config(
@@ -127,9 +128,12 @@ def single_process(config: Config, backend: str = "gloo") -> Iterator[Groups]:
 
 
 def vocab_size_of(config: Config) -> int:
-    """The checkpoint's vocabulary size; for a model without a checkpoint, --vocab-size."""
+    """The vocabulary size of the model: the checkpoint's, or that with which training begins."""
     if config.checkpoint.load is None:
-        return config.data.vocab_size or DEFAULT_VOCAB_SIZE
+        data = config.data
+        if data.vocab_size is None and data.data_path is not None:
+            return build_tokenizer(data.tokenizer_type, data.tokenizer_model, None).vocab_size
+        return data.vocab_size or EMBEDDED_VOCAB_SIZE
     checkpoint = find_checkpoint(Path(config.checkpoint.load))
     size = read_record(checkpoint)["fingerprint"].get("--vocab-size")
     if type(size) is not int:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from moe_parallel.config import Config, DataConfig
+from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.config.message import flag
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
@@ -19,7 +20,6 @@ from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokeniz
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
 
-DEFAULT_VOCAB_SIZE = 4096
 #: Samples are left out evenly if there are more tokens than this, because frequencies need no more.
 MOST_COUNTED = 1 << 22
 
@@ -75,7 +75,7 @@ def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
     own = own_tokenizer(config.checkpoint.load, data, given=tokenizer_given)
     warnings = [] if own is None or own.warning is None else [own.warning]
     if data.data_path is None:
-        corpus, asked = _corpus(data), data.vocab_size or DEFAULT_VOCAB_SIZE
+        corpus, asked = _corpus(data), data.vocab_size or EMBEDDED_VOCAB_SIZE
         tokenizer = _tokenizer_of(corpus, own)
         if tokenizer.vocab_size < asked:
             warnings.append(
@@ -127,7 +127,9 @@ def _corpus(data: DataConfig) -> DefaultCorpus:
                 f"{flag(name)} {getattr(data, name)} comes with --data-path; the embedded "
                 "corpus has a tokenizer of its own (its size: --vocab-size) and a split"
             )
-    return prepare_default_corpus(Path(data.data_cache_path), data.vocab_size or DEFAULT_VOCAB_SIZE)
+    return prepare_default_corpus(
+        Path(data.data_cache_path), data.vocab_size or EMBEDDED_VOCAB_SIZE
+    )
 
 
 def _tokenizer_of(corpus: DefaultCorpus, own: OwnTokenizer | None) -> Tokenizer:

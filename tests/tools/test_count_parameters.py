@@ -3,9 +3,11 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from moe_parallel.data.tokenizer import train_byte_bpe
 from tests.tools.running import RunTool, run_tool, run_tool_forked
 
 TOP_P = "--config examples/papers/dynamic/top_p_3.5b.yaml --moe-backend reference".split()
@@ -48,6 +50,17 @@ def test_experts_per_token_say_what_training_told() -> None:
     }
 
 
+def test_the_vocabulary_is_that_with_which_training_would_begin(tmp_path: Path) -> None:
+    def total(*arguments: object) -> int:
+        counted = run_forked("--make-vocab-size-divisible-by", 1, *arguments)
+        assert counted.stderr == ""
+        return json.loads(counted.stdout)["total"]
+
+    assert total() == total("--vocab-size", 4096)  # of the embedded corpus
+    train_byte_bpe(["some text"], 258).save(tmp_path)
+    assert total("--data-path", "x", "--tokenizer-model", tmp_path) == total("--vocab-size", 258)
+
+
 def test_help() -> None:
     result = run("--help")
     assert (result.returncode, result.stderr) == (0, "")
@@ -65,7 +78,6 @@ TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
         (["--num-expert", "8"], "--num-expert is not a flag.*--num-experts"),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk is 3"),
-        (["--num-experts", "2"], "--vocab-size is not set"),
         ([*TOP_P_SMALL, "--experts-per-token", "x"], "--experts-per-token: invalid.*'x'"),
         ([*TOP_P_SMALL, "--experts-per-token", "nan"], "--experts-per-token is nan.* from 1 to"),
         ([*TOP_P_SMALL, "--experts-per-token", "0.5"], "--experts-per-token is 0.5.* from 1 to"),

@@ -71,7 +71,7 @@ def test_published_runs() -> None:
         (("--cluster", "h100x8:1", "--top", "0"), "--top is 0: it must be at least 1"),
         (("--cluster", "h100x8:1", "--reserve-gib", "-1"), "--reserve-gib is -1.0"),
         (("--cluster", "h100x8:1", "--reserve-gib", "nan"), "--reserve-gib is nan"),
-        (("--cluster", "h100x8:1"), "--vocab-size is not set"),
+        (("--cluster", "h100x8:1", "--data-path", "x"), "--vocab-size is not set"),
         ((*AOE_4B, "--own-layout", "--global-batch-size", "5"), "the layout is not possible: --gl"),
         (("--published", "none.json"), "--published none.json cannot be read"),
         ((*AOE_4B, "--beside", "none.yaml"), "--beside none.yaml does not exist"),

@@ -145,10 +145,6 @@ def check_trainable(contender: Contender, processes: int) -> None:
         validate(make_config(contender.options | UNUSED_FOLDER), processes)
     except InputError as error:
         raise InputError(f"contender {contender.name}: {error}") from None
-    data = contender.config.data
-    if data.vocab_size is None:
-        raise InputError("--config has no vocab-size: give the size of the tokenizer, by which "
-                         "parameters are counted")  # fmt: skip
 
 
 def count_parameters(

@@ -13,6 +13,7 @@ from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.search import Refused, plan_layout
+from moe_parallel.plan.shape import vocabulary_of
 
 NODES_AXIS = "nodes"  # the axis that every study has; the others are varied flags
 
@@ -138,17 +139,15 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
 
 def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
     """The plan's tokens a second, or the reason why there is no plan."""
-    vocabulary = cell.config.data.vocab_size
     if cluster is None:
         return "--node is not set"
-    if vocabulary is None:
-        return "its configuration has no vocab-size"
     node = cluster.node
     if node.gpus * cell.nodes != cell.ranks:
         has = f"{counted(cell.ranks, 'rank')} on {counted(cell.nodes, 'node')}"
         return f"it has {has}, and {node.name} has {node.gpus}"
     try:
-        plan = plan_layout(cell.config, vocabulary, replace(cluster, nodes=cell.nodes))
+        config = cell.config
+        plan = plan_layout(config, vocabulary_of(config), replace(cluster, nodes=cell.nodes))
     except InputError as error:
         return str(error)
     return plan.reason if isinstance(plan, Refused) else plan.time.tokens_per_gpu * cell.ranks
