@@ -15,7 +15,7 @@ def test_a_row() -> None:
     )
     title, head, ours, loop, wrong, why = text.splitlines()
     assert title == "permute forward, T=8 d=4, float32   (copy 2.0 GB/s)"
-    assert head.split()[:4] == ["us", "quartiles", "GB/s", "of"]
+    assert head.split() == "us quartiles GB/s of max our speed peak MiB saved MiB".split()
     assert ours.split() == ["ours", "2,000.0", "[2,000", "..", "2,000]", "1.0", "50.0%",
                             "3.00", "0.50"]  # fmt: skip
     assert loop.split()[-1] == "1.50x"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from tools.bench.results import BenchResult, BenchRow, times_as_fast
 
 DIFFERS = "DIFFERS"
-_LAST = "{:>9}{:>9}{:>10}{:>10}"
-_LAST_HEADS = ("of max", "ours/it", "peak MiB", "saved MiB")
+_LAST = "{:>9}{:>11}{:>10}{:>10}"
+_LAST_HEADS = ("of max", "our speed", "peak MiB", "saved MiB")
 _LINE = "  {:<28}{:>12}  {:<21}{:>9}" + _LAST
 _MODEL_LINE = "  {:<32}{:>8}{:>9}  {:<18}{:>9}" + _LAST
 
@@ -61,7 +61,7 @@ def format_launched(rows: Iterable[BenchRow]) -> str:
 
 
 def speed_of_ours(row: BenchRow, result: BenchResult) -> str:
-    """How many times as fast ours is; empty for ours itself, and if outputs disagree."""
+    """Our speed over that of a contender; empty for ours itself."""
     if result.differs is not None:
         return DIFFERS
     return "" if result is row.ours else f"{times_as_fast(row.ours, result):.2f}x"
