@@ -1,14 +1,23 @@
 # The environment of a job's processes. Every script in this folder reads this file: adapt it to your
 # cluster once. A variable that you have exported before `sbatch` keeps your value.
 
-# The Python environment: that of `make set-up`, or python3 of a module or container.
+# Modules that the nodes need, such as CUDA or the Python that made the environment:
+#   module load cuda/13.0 python/3.12
+
+# The Python environment: that of `make set-up` in this folder, .venv before .venv-3.12. For another
+# one, or for python3 of a module or container, export PYTHON.
+for found in .venv/bin/python .venv-*/bin/python; do
+    [ -n "${PYTHON:-}" ] || [ ! -x "$found" ] || PYTHON=$PWD/$found
+done
 if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
+    echo "error: $PWD has no .venv and no .venv-3.12: run make set-up there, or export PYTHON=python3" \
+        "to use that of a module or container"
+    exit 2
 fi
+echo "python: $PYTHON"
 
 # To run in a container, name what comes before `python`, or pyxis' flags of srun:
-#   RUN_IN="apptainer exec --nv moe_parallel.sif"
+#   RUN_IN="apptainer exec --nv moe_parallel.sif" PYTHON=python3
 #   SRUN_FLAGS="--container-image=moe_parallel.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 # Both are divided into words at spaces.
 RUN_IN=${RUN_IN:-}
