@@ -3,7 +3,7 @@
     from moe_parallel import AoE, RoutedMoE, record_routing
 
 These are layers for any torch model (docs/library.md). They are imported at first use, because they
-import torch and Megatron-Core.
+import torch.
 """
 
 from importlib import import_module

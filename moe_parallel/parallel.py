@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from moe_parallel.config import ParallelConfig
 from moe_parallel.platform.gloo_device import share_gloo_device
@@ -69,6 +68,8 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
         config: the sizes of the groups.
         virtual_stages: the number of virtual pipeline stages per rank. None: the plain schedule.
     """
+    from megatron.core import parallel_state
+
     with share_gloo_device():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -99,6 +100,8 @@ def destroy_groups() -> None:
     Megatron-Core drops its groups without destroying them, and each has its own threads. Those of
     gloo end with the last reference to their group, and models in reference cycles hold some.
     """
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
     dist.barrier()  # no rank may leave a group that another rank still uses
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import all_to_all
 
 from moe_parallel.dispatch.dispatched import Dispatched
 from moe_parallel.ops import Ops, RowMap
@@ -165,6 +164,8 @@ class AllToAllDispatcher:
     def _exchange(
         self, rows: torch.Tensor, received_R: list[int], sent_R: list[int]
     ) -> torch.Tensor:
+        from megatron.core.tensor_parallel.mappings import all_to_all
+
         with self.progress.during(Phase.DISPATCH):
             received = all_to_all(self.group, rows, received_R, sent_R)
         self.progress.during_backward(Phase.DISPATCH, received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from moe_parallel.experts.linear import linear_by
 from moe_parallel.ops import Ops
 
 
@@ -56,3 +58,11 @@ class DenseMLP(MLP):
         y_SBD: torch.Tensor
         y_SBD, _ = self.linear_fc2(h_NF.unflatten(0, gate_up_SB2F.shape[:2]))
         return y_SBD
+
+
+def split_dense(config: TransformerConfig, width: int, ops: Ops, group: ProcessGroup) -> DenseMLP:
+    """A dense layer of another width than the model's, split over `group`."""
+    config = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
+    config.ffn_hidden_size = width
+    column, row = linear_by(ops)
+    return DenseMLP(config, MLPSubmodules(linear_fc1=column, linear_fc2=row), ops, group)

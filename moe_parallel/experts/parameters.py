@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 
 from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in_main_grad
@@ -14,6 +13,16 @@ from moe_parallel.parallel import Groups
 ShardedStateDict = dict[str, Any]
 #: The weights of some experts as operators take them, and their main gradients (None: not used).
 Matrices = tuple[list[torch.Tensor], Any]
+
+
+class ShardedModule(nn.Module):
+    """A module whose checkpoints are those of a Megatron-Core module."""
+
+    def sharded_state_dict(self, *arguments: Any, **named: Any) -> ShardedStateDict:
+        """The weights here, and what each submodule says of its own."""
+        from megatron.core.transformer.module import MegatronModule
+
+        return MegatronModule.sharded_state_dict(self, *arguments, **named)
 
 
 class ExpertParameters(AddsToMainGradients, nn.Module):
@@ -112,8 +121,11 @@ def shard_of_experts(
     sharded_axis: int,
     groups: Groups,
     sharded_offsets: tuple[tuple[int, int, int], ...],
-) -> ShardedTensor:
-    """This rank's part [L, ...] of a tensor [E, ...] with one axis split over etp."""
+) -> Any:
+    """This rank's part [L, ...] of a tensor [E, ...] with one axis split over etp: Megatron-Core's
+    ShardedTensor."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     before = len(sharded_offsets)
     return ShardedTensor.from_rank_offsets(
         key,

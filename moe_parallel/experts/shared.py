@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from moe_parallel.experts.dense import DenseMLP
-from moe_parallel.experts.linear import linear_by
+from moe_parallel.experts.parameters import ShardedModule
 from moe_parallel.ops import Ops
 from moe_parallel.ops.fp32_linear import fp32_dot
 from moe_parallel.parallel import Groups, OneProcess
 
 
-class SharedExpert(MegatronModule):
+class SharedExpert(ShardedModule):
     """The sum of E_s(x) over the shared experts, times 1 or sigmoid(x w) (Qwen2-MoE).
 
     m shared experts of width f are one dense layer of width m f, which is split over the
@@ -32,7 +26,7 @@ class SharedExpert(MegatronModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: Any,
         width: int,
         weighed: bool,
         groups: Groups,
@@ -41,21 +35,20 @@ class SharedExpert(MegatronModule):
     ) -> None:
         """
         Args:
-            config: the configuration of the model.
+            config: the configuration of the layer.
             width: the total inner width of all shared experts; tp divides it.
             weighed: multiply the output by sigmoid(x w).
             groups: the process groups.
             ops: the operators.
             recomputes: keep only the input for the backward pass.
         """
-        super().__init__(config)
-        dense = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
-        dense.ffn_hidden_size = width
-        column, row = linear_by(ops)
-        linear = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        super().__init__()
         if isinstance(groups.tp, OneProcess):
-            linear = MLPSubmodules(linear_fc1=WholeLinear, linear_fc2=WholeLinear)
-        self.dense = DenseMLP(dense, linear, ops, groups.tp)
+            self.dense: nn.Module = WholeDense(config, width, ops)
+        else:
+            from moe_parallel.experts.dense import split_dense
+
+            self.dense = split_dense(config, width, ops, groups.tp)
         self.recomputes = recomputes
         if weighed:
             weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
@@ -67,6 +60,8 @@ class SharedExpert(MegatronModule):
     def forward(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> [S, B, D]; with sequence parallelism, S is this rank's share."""
         if self.recomputes and torch.is_grad_enabled():
+            from megatron.core.tensor_parallel import checkpoint
+
             y_SBD: torch.Tensor = checkpoint(self._output, False, hidden_SBD)
             return y_SBD
         # As with recomputation, the expert's gradients of its input are added to each other first,
@@ -89,17 +84,30 @@ class SharedExpert(MegatronModule):
         return y_SBD
 
 
-class WholeLinear(nn.Module):
-    """A linear layer without torch.distributed, which Megatron-Core's linear layers need."""
+class WholeDense(nn.Module):
+    """DenseMLP of one process, without Megatron-Core; the weights have the same names."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
-    ) -> None:
+    def __init__(self, config: Any, width: int, ops: Ops) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        d, dtype = config.hidden_size, config.params_dtype
+        self.linear_fc1 = WholeLinear(d, 2 * width, dtype)
+        self.linear_fc2 = WholeLinear(width, d, dtype)
+        self.ops = ops
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(x, self.weight), None
+    def forward(self, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        h_NF = self.ops.swiglu_halves(self.linear_fc1(hidden_SBD).flatten(0, 1))
+        return self.linear_fc2(h_NF).view_as(hidden_SBD), None
+
+
+class WholeLinear(nn.Module):
+    """y = x W^T without initial values, which the owner of the layer draws."""
+
+    def __init__(self, input_size: int, output_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
 
 
 class OverlappedSharedExpert(SharedExpert):

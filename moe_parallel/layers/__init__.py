@@ -5,7 +5,7 @@ The first two dispatch tokens to experts; a merged layer dispatches nothing.
 
 from moe_parallel.layers.autonomous import AutonomousLayer
 from moe_parallel.layers.dispatched import DispatchedLayer
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
 from moe_parallel.layers.routed import FactorizedRoutedLayer, RoutedLayer
 from moe_parallel.layers.routing_free import RoutingFreeLayer
@@ -17,6 +17,7 @@ __all__ = [
     "DispatchedLayer",
     "ExpertLayer",
     "FactorizedRoutedLayer",
+    "LayerConfig",
     "LayerContext",
     "LoryLayer",
     "MergedLayer",

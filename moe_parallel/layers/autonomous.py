@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import AutonomousSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
-from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.scoring_weight import scoring_weight
 from moe_parallel.layers.system import System
 from moe_parallel.ops.types import Choose, Gradient, Keep
@@ -49,7 +48,7 @@ class AutonomousLayer(DispatchedLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: AutonomousSelection,
         expert_width: int,
         context: LayerContext,

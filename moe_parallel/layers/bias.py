@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from moe_parallel.balancing.bias import (
     AnchoredBias,
     ExpertBias,
@@ -19,13 +17,14 @@ from moe_parallel.balancing.bias import (
 )
 from moe_parallel.balancing.cutoffs import ExpertCutoffs, QuantileCutoffs, SignCutoffs
 from moe_parallel.config import BiasBalancing, Cutoffs, FixedFreeExperts, Selection
+from moe_parallel.layers.expert_layer import LayerConfig
 
 #: (options of a system, configuration of the model, iterations of the run). The iterations are None
 #: if no run trains the layer. The result is None if these options have neither bias nor cutoffs.
-MakeBias = Callable[[Any, TransformerConfig, int | None], ExpertBias | None]
+MakeBias = Callable[[Any, LayerConfig, int | None], ExpertBias | None]
 
 
-def no_bias(selection: Selection, config: TransformerConfig, train_iters: int | None) -> None:
+def no_bias(selection: Selection, config: LayerConfig, train_iters: int | None) -> None:
     """Neither a bias nor cutoffs."""
 
 
@@ -39,13 +38,12 @@ _UPDATES: dict[str, tuple[Callable[[int, float], ExpertBias], str]] = {
 
 
 def balancing_bias(
-    selection: BiasBalancing, config: TransformerConfig, train_iters: int | None
+    selection: BiasBalancing, config: LayerConfig, train_iters: int | None
 ) -> ExpertBias | None:
     """The balancing bias. None without --moe-router-enable-expert-bias."""
     if not selection.moe_router_enable_expert_bias:
         return None
     n = config.num_moe_experts
-    assert n is not None
     if isinstance(selection, FixedFreeExperts) and selection.free_experts:
         rate = selection.moe_router_bias_update_rate
         assert rate is not None  # `Selection.rescaled` has set it
@@ -63,11 +61,10 @@ def _anchored_bias(selection: FixedFreeExperts, rate: float, num_experts: int) -
 
 
 def expert_cutoffs(
-    selection: Cutoffs, config: TransformerConfig, train_iters: int | None
+    selection: Cutoffs, config: LayerConfig, train_iters: int | None
 ) -> ExpertCutoffs:
     """The cutoffs that a score must exceed."""
     n, k = config.num_moe_experts, selection.mean_choices
-    assert n is not None
     start = selection.first_cutoff(config.hidden_size, n, config.init_method_std)
     if selection.moe_threshold_update == "sign":
         return SignCutoffs(n, start, k, selection.moe_threshold_update_rate)

@@ -17,11 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.balancing.load import StepLoad
@@ -29,7 +24,7 @@ from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.experts.swiglu import SwiGLUExperts
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
 from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.layers.past import RememberedSegments
@@ -56,7 +51,7 @@ class DispatchedLayer(ExpertLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: DispatchedSelection,
         context: LayerContext,
         system: System,
@@ -134,11 +129,13 @@ class DispatchedLayer(ExpertLayer):
             tokens = self._tokens(hidden_SBD, groups.cp)
             return self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
-            hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
+            from megatron.core.tensor_parallel import mappings
+
+            hidden_SBD = mappings.scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
         tokens = self._tokens(hidden_SBD, groups.tp_cp)
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
-            y_SBD = gather_from_sequence_parallel_region(
+            y_SBD = mappings.gather_from_sequence_parallel_region(
                 y_SBD, tensor_parallel_output_grad=False, group=tp
             )
         return y_SBD
@@ -276,7 +273,7 @@ class DispatchedLayer(ExpertLayer):
 
 
 def _shared_expert(
-    config: TransformerConfig, selection: DispatchedSelection, context: LayerContext
+    config: LayerConfig, selection: DispatchedSelection, context: LayerContext
 ) -> SharedExpert | None:
     width = selection.moe_shared_expert_intermediate_size
     if width is None:

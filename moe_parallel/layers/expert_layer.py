@@ -1,5 +1,8 @@
 """The base class of all layers of experts: a feed-forward layer of a Megatron-Core transformer.
 
+The library uses these layers without Megatron-Core. So they, and what they use, import it where a
+run of several processes calls it, and not when they are imported.
+
 Shape suffixes: S sequence, B batch (Megatron's order), D model width, E all experts.
 """
 
@@ -11,14 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from moe_parallel.experts.fp8_engine import Fp8Engine
-from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.experts.parameters import ExpertParameters, ShardedModule
 from moe_parallel.layers.forced_routing import Forcing
 from moe_parallel.layers.past import Past
 from moe_parallel.layers.router_trace import RouterTrace
@@ -35,6 +34,13 @@ from moe_parallel.telemetry.statistics import LayerStatistics
 AddLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def in_backward_pass(x_TD: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """The AddLoss of a run: Megatron-Core's, whose schedules scale the loss."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    return MoEAuxLossAutoScaler.apply(x_TD, loss)
+
+
 def at_start() -> int:
     """The iteration of a layer that no run trains."""
     return 0
@@ -49,6 +55,19 @@ class Statistics(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What a layer reads of its configuration. In a run that is Megatron-Core's TransformerConfig,
+    which has these fields, too."""
+
+    hidden_size: int
+    num_moe_experts: int
+    init_method_std: float
+    params_dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """The arguments of a layer besides its configuration."""
 
@@ -58,7 +77,7 @@ class LayerContext:
     capacity: Capacity | None  # None: dropless
     num_moe_layers: int  # of the whole model
     fp8: Fp8Engine | None = None  # None: experts compute in the dtype of the model
-    add_loss: AddLoss = MoEAuxLossAutoScaler.apply
+    add_loss: AddLoss = in_backward_pass
     progress: Progress = field(default_factory=Progress)  # of this rank
     forcing: Forcing | None = None  # None: the scores choose the experts
     trace: RouterTrace = field(default_factory=RouterTrace)  # what is recorded or replayed
@@ -71,7 +90,7 @@ class LayerContext:
     recomputes_shared: bool = False  # the same for shared experts alone
 
 
-class ExpertLayer(MegatronModule, ABC):
+class ExpertLayer(ShardedModule, ABC):
     """A feed-forward layer of experts. A subclass defines how the experts compute the tokens."""
 
     experts: ExpertParameters  # set by the subclass
@@ -80,11 +99,11 @@ class ExpertLayer(MegatronModule, ABC):
     #: context parallelism, those of this rank's share of every sequence.
     token_ids_BS: torch.Tensor | None = None
 
-    def __init__(self, config: TransformerConfig, context: LayerContext) -> None:
-        super().__init__(config)
-        assert config.num_moe_experts is not None
+    def __init__(self, config: LayerConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.config = config
         self.context = context
-        self.num_experts: int = config.num_moe_experts
+        self.num_experts = config.num_moe_experts
         self.layer_number = 0
 
     @classmethod
@@ -99,6 +118,8 @@ class ExpertLayer(MegatronModule, ABC):
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
         if self.context.recomputes_layers and torch.is_grad_enabled():
+            from megatron.core.tensor_parallel import checkpoint
+
             # The ids are an argument, because other tokens may pass before this is recomputed.
             y_SBD: torch.Tensor = checkpoint(self._of_ids, False, hidden_SBD, self.token_ids_BS)
             return y_SBD, None

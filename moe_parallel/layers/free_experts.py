@@ -35,7 +35,7 @@ class LayerFreeExperts:
             constants, d = selection.moe_constant_experts, layer.config.hidden_size
             layer.add_replicated_weight("w_constant_CAD", constants, 2, d)
             layer.add_replicated_weight("v_CD", constants, d)
-            layer.v_CD.init_std = 1.0  # type: ignore[assignment]  # as in the authors' code
+            layer.v_CD.init_std = 1.0  # type: ignore[assignment,union-attr]  # as in the authors' code
 
     def divided(self, choices: Choices) -> tuple[Choices, torch.Tensor]:
         """The choices of the n experts, and the probs of the free ones: [T, Z], 0 if not chosen.

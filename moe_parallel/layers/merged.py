@@ -27,11 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import (
     LoryPrefixSelection,
@@ -39,9 +34,9 @@ from moe_parallel.config import (
     MergedSelection,
 )
 from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.system import System
-from moe_parallel.parallel import sum_gradient_over, sum_over
+from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.running_segments import RunningSegments
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
@@ -67,7 +62,7 @@ class MergedLayer(ExpertLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: MergedSelection,
         expert_width: int,
         context: LayerContext,
@@ -144,16 +139,16 @@ class MergedLayer(ExpertLayer):
         """The tokens of all tensor-parallel ranks. Their gradient is summed over these ranks."""
         tp = self.context.groups.tp
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(
-                hidden_SBD, tensor_parallel_output_grad=True, group=tp
-            )
+            return gather_over(hidden_SBD, 0, tp)
         return sum_gradient_over(hidden_SBD, tp)
 
     def _summed(self, y_SBD: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' parts, split over the ranks again if the input was split."""
         tp = self.context.groups.tp
         if self.config.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(y_SBD, group=tp)
+            from megatron.core.tensor_parallel import mappings
+
+            return mappings.reduce_scatter_to_sequence_parallel_region(y_SBD, group=tp)
         return sum_over(y_SBD, tp)
 
     def _record(self, merges: Merges) -> None:
@@ -168,7 +163,7 @@ class LoryLayer(MergedLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: LorySelection | LoryPrefixSelection,
         expert_width: int,
         context: LayerContext,

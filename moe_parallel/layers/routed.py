@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.balancing.coupling import coupling_loss, measured_coupling, with_noise
 from moe_parallel.config import RoutedSelection
@@ -20,7 +18,7 @@ from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers import routing_losses
 from moe_parallel.layers.dispatched import DispatchedLayer
-from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.ops.fp32_linear import fp32_linear
 from moe_parallel.ops.reference import accumulation_dtype
@@ -36,9 +34,11 @@ class RoutedLayer(DispatchedLayer):
     paper's ablation is two such layers, `w_router_HD` and `w_router_EH`.
     """
 
+    w_router_ED: torch.Tensor
+
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: RoutedSelection,
         expert_width: int,
         context: LayerContext,
@@ -91,9 +91,13 @@ class RoutedLayer(DispatchedLayer):
         eps = self.selection.moe_input_jitter_eps
         if not (self.training and eps):
             return x_TD
-        alone = isinstance(self.context.groups.tp, OneProcess)
-        # The noise differs between tensor-parallel ranks, because their tokens differ.
-        with nullcontext() if alone else get_cuda_rng_tracker().fork():
+        stream: AbstractContextManager[None] = nullcontext()
+        if not isinstance(self.context.groups.tp, OneProcess):
+            # The noise differs between tensor-parallel ranks, because their tokens differ.
+            from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+            stream = get_cuda_rng_tracker().fork()
+        with stream:
             noise = torch.rand_like(x_TD, dtype=torch.float32)
         # In fp32, because bf16 has steps of 1/256 just below 1 and of 1/128 just above 1.
         return x_TD.float() * (1 + eps * (2 * noise - 1))

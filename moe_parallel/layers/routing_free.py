@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import RoutingFreeSelection
 from moe_parallel.layers.autonomous import AutonomousLayer
-from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import Rules, System
 from moe_parallel.selection.choices import BiasedRule, Rule
 from moe_parallel.selection.threshold import Threshold
@@ -26,7 +25,7 @@ class RoutingFreeLayer(AutonomousLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: RoutingFreeSelection,
         expert_width: int,
         context: LayerContext,

@@ -10,12 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from moe_parallel.experts.parameters import mark_expert_weight, shard_of_experts
+from moe_parallel.experts.parameters import (
+    ShardedStateDict,
+    mark_expert_weight,
+    shard_of_experts,
+)
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.parallel import gather_over
 from moe_parallel.telemetry.progress import Phase
@@ -39,7 +42,7 @@ class ScoringWeight(Protocol):
     def local(self) -> AbstractContextManager[torch.Tensor]:
         """The weight of this rank's experts, [L, ...], for use inside the `with` block."""
 
-    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> ShardedStateDict:
         """The entry in a sharded state dict; empty if the default entry is right."""
 
 
@@ -58,7 +61,7 @@ class ReplicatedWeight:
     def local(self) -> AbstractContextManager[torch.Tensor]:
         return nullcontext(self._layer.experts.local(self._replicated()))
 
-    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> ShardedStateDict:
         return {}
 
     def _replicated(self) -> torch.Tensor:
@@ -102,7 +105,7 @@ class GatheredWeight:
     def local(self) -> AbstractContextManager[torch.Tensor]:
         return self._saved_as_parts(self._gather_local)
 
-    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> ShardedStateDict:
         key = prefix + self._name
         shard = shard_of_experts(
             key, self._weight, self.SHARDED_AXIS, self._groups, sharded_offsets

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from moe_parallel.parallel import sum_gradient_over, sum_over
+from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.shares import Share, in_order, part_of, take, zigzag
 from moe_parallel.selection.tokens import Tokens
 
@@ -35,7 +34,7 @@ class SplitTokens(Tokens):
     def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
         if self.num_shares == 1:
             return x_TX.detach()
-        together = gather_from_sequence_parallel_region(x_TX.detach(), group=self.ranks)
+        together = gather_over(x_TX.detach(), 0, self.ranks)
         if self.cp_size == 1:
             return together
         length = len(together) // self.num_sequences

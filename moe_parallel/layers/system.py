@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from moe_parallel.balancing.controller import Controller
 from moe_parallel.config import Selection
 from moe_parallel.layers.bias import MakeBias, no_bias
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.routing_losses import MakeLoss
 
 SCALED_OUTPUT = (
@@ -75,7 +73,7 @@ class System:
 
     def build(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: Selection,
         expert_width: int,
         context: LayerContext,

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import UoESelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import swiglu_experts
 from moe_parallel.layers.dispatched import DispatchedLayer
-from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.selection.choices import Choices
@@ -47,7 +46,7 @@ class UnionLayer(DispatchedLayer):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         selection: UoESelection,
         expert_width: int,
         context: LayerContext,

@@ -6,15 +6,11 @@
     y = moe(x)                    # [..., 512] -> [..., 512]
     loss = task_loss(y) + moe.aux_loss
 
-A layer needs no process group and no Megatron-Core configuration. docs/library.md has a complete
+A layer needs no process group and no Megatron-Core. docs/library.md has a complete
 training loop.
 """
 
-from moe_parallel.platform.suppress_warnings import suppress_warnings
-
-suppress_warnings()  # before Megatron-Core is imported
-
-from moe_parallel.library.layers import AoE, MixtureOfExperts, RoutedMoE  # noqa: E402
-from moe_parallel.library.recording import record_routing  # noqa: E402
+from moe_parallel.library.layers import AoE, MixtureOfExperts, RoutedMoE
+from moe_parallel.library.recording import record_routing
 
 __all__ = ["AoE", "MixtureOfExperts", "RoutedMoE", "record_routing"]

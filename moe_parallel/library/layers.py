@@ -22,11 +22,10 @@ from moe_parallel.config import (
     TopKSelection,
 )
 from moe_parallel.errors import InputError
-from moe_parallel.layers import DispatchedLayer, LayerContext
+from moe_parallel.layers import DispatchedLayer, LayerConfig, LayerContext
 from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.library.arguments import layer_config, options_of_layer
-from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.systems import system_of
@@ -113,8 +112,9 @@ class MixtureOfExperts(nn.Module):
             iteration=self._iteration,
         )
         selection = config.selection.rescaled(config)
+        sizes = self.hidden_size, self.num_experts, config.model.init_method_std
         layer = system_of(config.selection).build(
-            transformer_config(config), selection, config.expert_width, context
+            LayerConfig(*sizes), selection, config.expert_width, context
         )
         assert isinstance(layer, DispatchedLayer)
         layer.set_layer_number(1)
