@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_parallel.experts.main_gradients import AddsToMainGradients
 from moe_parallel.ops import Ops, select_backend
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.parallel import all_gather_single, reduce_scatter_single
 
 

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import fast_factors
 

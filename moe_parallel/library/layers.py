@@ -140,8 +140,6 @@ class MixtureOfExperts(nn.Module):
         """
         self._check(x)
         self.aux_loss = torch.zeros((), device=x.device)
-        if x.numel() == 0:
-            return x.clone()
         if not torch.is_autocast_enabled(x.device.type):
             return self._compute(x, {})
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -155,6 +153,11 @@ class MixtureOfExperts(nn.Module):
 
     def _compute(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         """The output with `weights`, by name, instead of the layer's own."""
+        if x.numel() == 0:
+            # Every weight has a gradient, 0: under DDP the other ranks wait for all of them.
+            y = x + sum(weight.sum() for weight in self.layer.parameters())
+            self.aux_loss = y.sum(dtype=torch.float32)
+            return y
         split = self._by_sequence and x.dim() > 2
         length = x.shape[-2] if split else x.numel() // self.hidden_size
         hidden_SBD = x.reshape(-1, length, self.hidden_size).transpose(0, 1)

@@ -50,6 +50,35 @@ def test_every_selection_that_makes_sense_alone(kind: Any, selection: Any) -> No
         (y.sum() + moe.aux_loss).backward()
 
 
+@pytest.mark.parametrize(("kind", "selection"), SELECTIONS)
+def test_without_tokens_every_weight_has_a_gradient(kind: Any, selection: Any) -> None:
+    moe = kind(16, 4, selection=selection)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = moe(torch.empty(2, 0, 16))
+        assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+        for loss in (y.sum(), moe.aux_loss):
+            moe.zero_grad()
+            loss.backward(retain_graph=True)
+            assert all(weight.grad.count_nonzero() == 0 for weight in moe.parameters())
+    moe.after_step()
+    assert moe(torch.randn(2, 6, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "selection"), SELECTIONS)
+def test_only_the_reference_has_a_second_derivative(kind: Any, selection: Any) -> None:
+    x = torch.randn(2, 6, 16)
+
+    def second(backend: str) -> torch.Tensor:
+        moe = kind(16, 4, selection=selection, backend=backend)
+        found = torch.autograd.functional.hvp(lambda x: moe(x).square().sum(), x, x)[1]
+        return found.abs().sum()
+
+    assert second("reference") > 0
+    with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
+        second("native")
+
+
 def test_options_by_name_are_those_of_the_selection() -> None:
     moe = AoE(16, 4, 3, 8, 40, aux_loss_coeff=0.2, expert_bias=True, backend="reference")
     selection = AoESelection(

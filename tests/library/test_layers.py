@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_parallel import AoE, RoutedMoE
 from moe_parallel.config import RoutingFreeSelection, TopKSelection
+from tests.distributed import run_distributed
 from tests.library.small import KINDS, small
 
 
@@ -218,6 +219,25 @@ def test_activation_checkpointing(kind: str) -> None:
     (y.sum() + moe.aux_loss).backward()
     for weight, gradient in zip(moe.parameters(), expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+def _gradients(x: torch.Tensor, distributed: bool) -> list[torch.Tensor]:
+    """Of both kinds; with DDP, rank 0 has all tokens and rank 1 has none."""
+    found = []
+    for moe in map(small, KINDS):
+        model = nn.parallel.DistributedDataParallel(moe) if distributed else moe
+        y = model(x[len(x) if distributed and torch.distributed.get_rank() else 0 :])
+        (y.square().sum() + moe.aux_loss).backward()
+        found += [weight.grad for weight in moe.parameters()]
+    return found
+
+
+@pytest.mark.full
+def test_a_rank_without_tokens() -> None:
+    x = torch.randn(9, 16)
+    for of_rank in run_distributed(2, _gradients, x, True, timeout=60):
+        for mean, alone in zip(of_rank, _gradients(x, False), strict=True):
+            torch.testing.assert_close(mean, alone / 2, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.gpu

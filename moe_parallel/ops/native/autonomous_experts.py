@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops import padding
 from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.native.packed_rows import rows_like
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.ops.reference import accumulation_dtype, check_norms
 from moe_parallel.ops.types import RowMap
 

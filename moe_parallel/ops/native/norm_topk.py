@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.native.routing_map import routing_map
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.ops.reference import (
     accumulation_dtype,
     by_falling_rank,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops.native.fake import fake
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.ops.packed_rows import packed_width, sum_dtype
 from moe_parallel.ops.types import RowMap
 
@@ -39,6 +40,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.width, ctx.rank = x.size(1), 0 if c_TKR is None else c_TKR.size(2)
 
 
+@once_differentiable
 def _backward(ctx: Any, dpacked: Tensor) -> tuple[Tensor | None, ...]:
     dx, dprobs, dc = _ops.pack_rows_backward(dpacked, *ctx.saved_tensors, ctx.width, ctx.rank)
     return dx, dprobs, None, None, dc if ctx.rank else None, None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops.native.fake import fake, fake_like
+from moe_parallel.ops.once import once_differentiable
 
 _ops = torch.ops.moe_parallel
 
@@ -54,6 +55,7 @@ def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(inputs[1])
 
 
+@once_differentiable
 def _backward_of_all(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
     return _ops.split_and_rotate_backward(*gradients, *ctx.saved_tensors), None
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.native.fake import fake, fake_like
+from moe_parallel.ops.once import once_differentiable
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.types import RowMap
 
