@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
         "--dtype",
         metavar="auto|float32|bfloat16",
         default="auto",
-        help="data type of the exported weights; auto: as in the checkpoint (default: auto)",
+        help="data type of the exported weights, to which the fp32 masters of a run in bf16 are "
+        "rounded; auto: that of the run (default: auto)",
     )
     tool.add_argument(
         "--max-file-size",

@@ -18,6 +18,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.huggingface.folder import ONE_FILE, WEIGHT_INDEX
 from moe_parallel.huggingface.steps import Step
 from moe_parallel.optional import import_optional
+from moe_parallel.training.checkpoint.optimizer import MASTER
 from moe_parallel.training.checkpoint.tensors import read_whole
 from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
 
@@ -75,13 +76,13 @@ def write_safetensors(
     file_bytes: int,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Written:
-    """Write all results of the steps to `folder`.
+    """Write all results of the steps to `folder`, from fp32 masters where the checkpoint has them.
 
     In memory are the tensors of one file, and of one step what it reads and makes.
 
     Args:
         entries: what `checked_entries` returned.
-        dtype: of the written tensors, except integers. None: that of the checkpoint.
+        dtype: of the written tensors, except integers. None: that of the checkpoint's weights.
         file_bytes: the most bytes of tensors in a file; a larger tensor is alone in its file.
         advance: called with the number of bytes of each written file.
 
@@ -154,8 +155,9 @@ def _results(
 
 
 def _of_step(step: Step, checkpoint: Path, entries: Entries) -> Iterator[tuple[str, torch.Tensor]]:
+    keys = [MASTER + key if MASTER + key in entries else key for key in step.keys]
     read = {key: torch.empty(shape, dtype=entries[key].properties.dtype)
-            for key, shape in zip(step.keys, step.shapes, strict=True)}  # fmt: skip
+            for key, shape in zip(keys, step.shapes, strict=True)}  # fmt: skip
     read_whole(read, checkpoint)
     made = iter(step.make(*read.values()))
     read.clear()

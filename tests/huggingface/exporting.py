@@ -17,10 +17,10 @@ from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.run_folder import begin_run, open_checkpoints
-from moe_parallel.training.standalone import standalone_config, vocab_size_of
+from moe_parallel.training.standalone import standalone_config, standalone_model, vocab_size_of
 from moe_parallel.training.text import open_tokenizer
 from tests.data.small_text import small_bpe
-from tests.program import SMALL, flags
+from tests.program import SMALL, flags, pretrain_here
 
 PROMPT = [3, 70, 41, 219, 4, 88, 130, 7, 260, 15, 33]
 STEPS = 8  # tokens that are generated
@@ -52,6 +52,19 @@ def _save_run(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, list
     checkpoints.save(TrainingState(4, 32, 1024), chunks, None, None)
     alone = torch.distributed.get_world_size() == 1
     used = _use(chunks[0], tokenizer.vocab_size) if alone else (torch.empty(0), [])
+    destroy_groups()
+    return used
+
+
+def train_in_bf16(options: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    """On one rank: train a run in bf16, and use the model of its checkpoint that tools load."""
+    ((code, printed),) = pretrain_here([options | {"bf16": True}])
+    assert code == 0, printed
+    source = source_of(options["save"])
+    groups = initialize_groups(source.config.parallel)
+    model_parallel_cuda_manual_seed(1)
+    model, _ = standalone_model(source.config, source.vocab_size, groups)
+    used = _use(model, source.tokenizer.vocab_size)
     destroy_groups()
     return used
 

@@ -22,7 +22,15 @@ from transformers import (
 import moe_parallel.hf as hf
 from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
-from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
+from tests.huggingface.exporting import (
+    PROMPT,
+    STEPS,
+    STRONG,
+    export_run,
+    save_runs,
+    train_in_bf16,
+)
+from tests.program import SMALL, small_data
 from tests.systems import options
 from tests.tiers import rest_in_full, selected_values
 
@@ -269,6 +277,31 @@ def test_files_of_limited_size(run, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.model.layers[0].mlp.gate.expert_bias.dtype == torch.float32
+
+
+@pytest.mark.full
+def test_an_export_of_a_run_in_bf16_has_its_fp32_masters(tmp_path):
+    run = tmp_path / "run"
+    sizes = SMALL | STRONG | options("aoe, by bias") | {"save": run}
+    ((logits, tokens),) = run_distributed(1, train_in_bf16, sizes | small_data(tmp_path))
+    stored = {}
+    for dtype in ("float32", "auto"):
+        for fold in (False, True):
+            output = tmp_path / f"{dtype}{fold}"
+            assert export_run(run, output, dtype=dtype, fold=fold).written.dtype == (
+                "float32" if dtype == "float32" else "bfloat16"
+            )
+            stored[dtype, fold] = load_file(output / "model.safetensors")
+        if dtype == "float32":
+            _assert_same(AutoModelForCausalLM.from_pretrained(output), logits, tokens)
+    for fold in (False, True):
+        for name, tensor in stored["auto", fold].items():
+            assert torch.equal(tensor, stored["float32", fold][name].to(tensor.dtype)), name
+    # They differ from the rounded weights, in which the run computed.
+    assert any(
+        not torch.equal(tensor, tensor.bfloat16().float())
+        for tensor in stored["float32", False].values()
+    )
 
 
 def test_an_export_in_bf16_keeps_tables_whole(tmp_path):
