@@ -75,6 +75,11 @@ class Config:
         return self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
 
     @property
+    def positions(self) -> int:
+        """The most tokens that the model reads."""
+        return max(self.training.seq_length, self.model.max_position_embeddings or 0)
+
+    @property
     def first_part(self) -> int | None:
         """The number of tokens at a sequence's start that the second loss of evaluation omits.
 

@@ -53,6 +53,12 @@ class ModelConfig(Section):
     rope_scaling_factor: float = option(
         8.0, "number by which --use-rope-scaling divides; Llama 3.2: 32", above=0
     )
+    max_position_embeddings: int | None = option(
+        None,
+        "the most tokens that the model reads, as an import found it and an export writes it; "
+        "none, or less than --seq-length: that",
+        least=1,
+    )
     init_method_std: float = option(
         0.02, "standard deviation of every initial weight matrix; norm weights start at 1", above=0
     )

@@ -18,6 +18,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "clip_qkv": ((), "clipped queries, keys and values are not known"),
     "quantization_config": ((), "quantized weights are not known: save the model in bf16"),
     "partial_rotary_factor": ((1, 1.0), "every channel of a head must be turned"),
+    "is_causal": ((True,), "tokens that see later ones are not known"),
+    "per_layer_config": (({},), "layers of different shapes are not known"),
+    "transformers_weights": ((), "the weights must be in the files of save_pretrained"),
 }
 
 #: The numbers of Llama 3.1's RoPE that Megatron-Core has as constants.
@@ -38,6 +41,7 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
     vocab_size = fields.integer("vocab_size")
     heads = fields.integer("num_attention_heads")
     layers = fields.integer("num_hidden_layers")
+    length = _length(family, fields)
     options = {
         "num_layers": layers,
         "hidden_size": fields.integer("hidden_size"),
@@ -54,7 +58,8 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
         # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
         "make_vocab_size_divisible_by": math.gcd(vocab_size, 128),
         "vocab_size": vocab_size,
-        "seq_length": _length(family, fields),
+        "seq_length": length,
+        "max_position_embeddings": length,
         "bf16": fields.text("dtype", fields.text("torch_dtype")) == "bfloat16",
     }
     std = fields.number("initializer_range", 0.02)
@@ -92,7 +97,7 @@ def fields_of(
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
         "hidden_act": "silu",
-        "max_position_embeddings": config.training.seq_length,
+        "max_position_embeddings": config.positions,
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.norm_epsilon,
         # transformers 5 reads rope_parameters, earlier versions the others.
@@ -129,8 +134,8 @@ def _qkv_bias(family: Family, fields: Fields) -> bool:
 
 
 def _rope(family: Family, fields: Fields) -> dict[str, Any]:
-    """The options of RoPE, from the field of transformers 5 or those of earlier versions."""
-    rope = fields.part("rope_parameters", "rope_scaling")
+    """The options of RoPE. A rope_scaling that is not empty wins over rope_parameters."""
+    rope = fields.part("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     for name in ("rope_type", "type"):
         rope.refuse(name, ("default", "llama3"), "only default and llama3 are known")
     rope.refuse("partial_rotary_factor", (1, 1.0), "every channel of a head must be turned")
@@ -138,10 +143,20 @@ def _rope(family: Family, fields: Fields) -> dict[str, Any]:
     if theta < 1 or theta != int(theta):
         raise InputError(f"{fields.file}: rope_theta is {theta}: it must be a whole number")
     options: dict[str, Any] = {"rotary_base": int(theta)}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if rope.text("rope_type", rope.text("type")) == "llama3":
+        # As in transformers: a field of config.json itself wins, and max_position_embeddings stands
+        # in for a missing one.
+        length = "original_max_position_embeddings"
+        given = {name: value for name, value in fields.values.items() if name == length}
+        rope = Fields(fields.file, {length: _positions(fields)} | {**rope.values} | given)
         for name, value in _LLAMA3.items():
+            rope.number(name)
             rope.refuse(name, (value,), f"only {value} is known")
-        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", 8.0)}
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+        known |= {"factor", *_LLAMA3}
+    for name in sorted(rope.values.keys() - known):
+        raise rope.wrong(name, "absent: it is not known")
     return options
 
 
@@ -154,12 +169,21 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
     return theta | {"rope_scaling": scaling, "rope_parameters": scaling | theta}
 
 
+def _positions(fields: Fields) -> int:
+    length: int = fields.integer("max_position_embeddings", default=2048)
+    return length
+
+
 def _length(family: Family, fields: Fields) -> int:
     """--seq-length: the positions that the model knows, or fewer, so that no window shows."""
-    length: int = fields.integer("max_position_embeddings", default=2048)
-    window = fields.integer("sliding_window", default=None, least=0)
-    slides = fields.truth("use_sliding_window", family.slides)
-    return min(length, window) if slides and window else length
+    kinds = fields.values.get("layer_types") or []
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.wrong("layer_types", "of full_attention and sliding_attention")
+    windows = [_positions(fields), fields.integer("attention_chunk_size", default=None)]
+    if not family.may_slide or fields.truth("use_sliding_window", False):
+        by_default = 4096 if family.may_slide and "sliding_window" not in fields.values else None
+        windows.append(fields.integer("sliding_window", default=by_default))
+    return min(window for window in windows if window is not None)
 
 
 def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:

@@ -87,8 +87,7 @@ def export(
         check_content(source.checkpoint, record["files"], slice(None))
         entries = checked_entries(steps, source.checkpoint)
         with _new_folder(output) as folder:
-            length = source.config.training.seq_length
-            tokenizer = write_tokenizer(source.tokenizer, length, folder)
+            tokenizer = write_tokenizer(source.tokenizer, source.config.positions, folder)
             written = write_safetensors(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
                 options.file_bytes, advance,

@@ -43,7 +43,7 @@ class Family:
     qk_layernorm_all_heads: bool = False
     qkv_bias: tuple[bool, ...] = (False,)  # which it may have, the default first
     qkv_bias_field: str | None = None  # the field that says so
-    slides: bool = False  # sliding_window counts if there is no use_sliding_window
+    may_slide: bool = False  # use_sliding_window says whether sliding_window counts
     experts: Experts | None = None  # None: a dense model
 
     def places(self, config: Config, vocab_size: int) -> Iterator[TensorPlace]:
@@ -126,14 +126,13 @@ _QWEN = Experts(
 #: In the order in which an export tries them.
 FAMILIES: tuple[Family, ...] = (
     Family("llama", "LlamaForCausalLM"),
-    Family("qwen2", "Qwen2ForCausalLM", head_width=False, qkv_bias=(True,)),
-    Family("qwen3", "Qwen3ForCausalLM", default_head_width=128, qk_layernorm=True),
+    Family("qwen2", "Qwen2ForCausalLM", head_width=False, qkv_bias=(True,), may_slide=True),
+    Family("qwen3", "Qwen3ForCausalLM", default_head_width=128, qk_layernorm=True, may_slide=True),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         rope_theta=1_000_000,
         norm_epsilon=1e-5,
-        slides=True,
         experts=Experts(
             ("num_local_experts", "num_experts"),
             "intermediate_size",
@@ -149,12 +148,14 @@ FAMILIES: tuple[Family, ...] = (
         head_width=False,
         qkv_bias=(True, False),
         qkv_bias_field="qkv_bias",
+        may_slide=True,
         experts=replace(_QWEN, default_number=60, shared=True),
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         qk_layernorm=True,
+        may_slide=True,
         experts=_QWEN,
     ),
     Family(

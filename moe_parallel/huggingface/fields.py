@@ -34,7 +34,7 @@ class Fields:
             raise self.wrong(name, f"an integer of at least {least}")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: Any = NEEDED) -> float:
         """A number."""
         _, value = self._first((name,), default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -63,9 +63,9 @@ class Fields:
             raise self.wrong(name, "a list of integers")
         return several
 
-    def part(self, *names: str) -> Fields:
+    def part(self, name: str) -> Fields:
         """A field that has fields itself; an absent one has none."""
-        name, value = self._first(names, {})
+        _, value = self._first((name,), {})
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
         return Fields(self.file, value)

@@ -310,7 +310,7 @@ moe_z_loss_coeff eval_iters loss_chunk_size
 """.split()
 AT_LEAST_1 = """
 num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size rotary_base
-make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
+max_position_embeddings make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length

@@ -1,6 +1,11 @@
 """Each family's configuration and tensors, to ours and back."""
 
+import copy
+import dataclasses
+import inspect
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +13,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import masking_utils
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.configuration import fields_of, options_of
-from moe_parallel.huggingface.families import FAMILIES, family_of_folder, family_of_model
+from moe_parallel.huggingface.families import (
+    FAMILIES,
+    Family,
+    family_of_folder,
+    family_of_model,
+)
 from moe_parallel.huggingface.fields import Fields
 from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
 from tests.huggingface.imported import run_of
-from tests.huggingface.models import MODELS, SIZES, build, save
+from tests.huggingface.models import LLAMA3, MODELS, SIZES, build, save
+from tests.tiers import rest_in_full
 
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 48}
 HEADS = {"num_attention_heads": 4, "hidden_size": 32}
@@ -162,7 +175,7 @@ def test_no_architecture_computes_the_same(options: Any, lacking: str) -> None:
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn': only default"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "llama3", "high_freq_factor": 8.0}},
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
             "high_freq_factor is 8.0: only 4.0 is known",
         ),
         ("llama", {"rope_theta": 10.5}, "rope_theta is 10.5: it must be a whole number"),
@@ -188,16 +201,146 @@ def test_another_model_is_refused(model_type: Any, changes: Any, message: str) -
     ("model_type", "changes", "length"),
     [
         ("mixtral", {"sliding_window": None}, 64),
-        ("mixtral", {"sliding_window": 20}, 20),
+        ("mixtral", {"sliding_window": 20, "use_sliding_window": False}, 20),
         ("qwen2", {"sliding_window": 20, "use_sliding_window": False}, 64),
         ("qwen2", {"sliding_window": 20}, 64),
         ("qwen2", {"sliding_window": 20, "use_sliding_window": True}, 20),
         ("qwen2", {"sliding_window": 200, "use_sliding_window": True}, 64),
+        ("qwen2", {"max_position_embeddings": 9000, "use_sliding_window": True}, 4096),
+        ("qwen3_moe", {"attention_chunk_size": 20}, 20),  # which its cache reads
     ],
 )
 def test_sequences_are_within_a_sliding_window(model_type: str, changes: Any, length: int) -> None:
     fields = _fields(model_type, **changes)
     assert options_of(family_of_folder(fields), fields)["seq_length"] == length
+
+
+class Noted(dict[str, Any]):
+    """The fields of a config.json, and the names of those that were asked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+#: What transformers reads for a family, and what changes no logits.
+HARMLESS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id"),  # of the tokenizer
+    *("use_cache", "attention_dropout", "output_router_logits", "get_text_config"),
+    "num_local_experts",  # another name of num_experts, which the tensors show
+    "max_window_layers",  # of all layers, those that slide; no window shows
+    "pretraining_tp",  # sums in another order
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_every_field_that_transformers_reads_is_read(family: Family) -> None:
+    values = Noted(_fields(family.model_type, use_sliding_window=True).values)
+    for scaling in ({}, LLAMA3):
+        values["rope_scaling"] = scaling
+        options_of(family, Fields(Path("config.json"), values))
+    theirs = transformers.AutoConfig.for_model(family.model_type)
+    modeling = getattr(transformers, family.architecture).__module__
+    sources = [inspect.getsource(sys.modules[modeling]), inspect.getsource(masking_utils)]
+    named = re.findall(r"\bconfig(?:\.|, \")([a-z][a-z_]*)", "".join(sources))
+    own = {field.name for field in dataclasses.fields(theirs)}
+    common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+    assert {*named, *(own - common)} - values.read - HARMLESS == set()
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+#: Fields of which each changes the logits of a family at least.
+CHANGES: list[dict[str, Any]] = [
+    {"hidden_act": "gelu"},
+    {"rms_norm_eps": 0.1},
+    {"is_causal": False},
+    {"clip_qkv": 0.1},
+    {"norm_topk_prob": True},
+    {"norm_topk_prob": False},
+    {"num_experts_per_tok": 1},
+    {"tie_word_embeddings": True},
+    {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}},
+    {"sliding_window": 3},
+    {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0},
+    {"partial_rotary_factor": 0.5},
+    {"rope_theta": 77.0, "rope_parameters": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    {"rope_parameters": LINEAR},
+    {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LINEAR}},
+    {"rope_scaling": LINEAR},
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": LLAMA3 | {"factor": 2.0}, "original_max_position_embeddings": 16},
+]
+
+
+@pytest.mark.parametrize("model_type", rest_in_full(MODELS, "mixtral", "qwen2"))
+@torch.no_grad()
+def test_a_field_that_changes_the_logits_is_used_or_refused_by_name(model_type: str) -> None:
+    model = build(model_type)
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    tokens = torch.arange(12)[None]
+    changed = []
+    for change in CHANGES:
+        try:
+            config = type(model.config).from_dict(copy.deepcopy(values | change))
+            other = type(model)._from_config(config, attn_implementation="eager").eval()
+            other.load_state_dict(model.state_dict())
+            logits = other(tokens).logits
+        except Exception:
+            continue  # not for this family
+        if (logits - model(tokens).logits).abs().max() < 1e-5:
+            continue
+        changed.append(change)
+        fields, own = (Fields(Path("config.json"), each) for each in (values | change, values))
+        family = family_of_folder(own)
+        try:
+            assert options_of(family, fields) != options_of(family, own), change
+        except InputError as error:
+            names = [*change, *(key for part in change.values() if isinstance(part, dict)
+                                for key in part)]  # fmt: skip
+            assert any(f"{name} is" in str(error) for name in names), error
+    assert len(changed) >= 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_scaling": LLAMA3, "rope_parameters": LINEAR}, None),
+        ({"rope_scaling": {}, "rope_parameters": LLAMA3}, None),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3}, None),
+        (
+            {"rope_scaling": {"rope_type": "default"}, "rope_theta": 300.0}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}},
+            None,
+        ),
+        ({"rope_scaling": LINEAR, "rope_parameters": LLAMA3}, "rope_type is 'linear'"),
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 8192}, None),
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}, "original_max"),
+        (
+            {"rope_parameters": {k: v for k, v in LLAMA3.items() if "original" not in k}},
+            "original_max_position_embeddings is 64",
+        ),
+    ],
+)
+def test_the_angles_are_those_of_transformers(fields: dict[str, Any], refused: str | None) -> None:
+    def angles(values: dict[str, Any]) -> torch.Tensor:
+        config = transformers.LlamaConfig.from_dict(copy.deepcopy(values))
+        return LlamaRotaryEmbedding(config).inv_freq
+
+    given = _fields("llama", **fields)
+    family = family_of_folder(given)
+    if refused is not None:
+        with pytest.raises(InputError, match=refused):
+            options_of(family, given)
+        return
+    written = fields_of(family, make_config(options_of(family, given)), 96)
+    for new in ({}, {"rope_scaling": None}):  # earlier versions read the one, later ones the other
+        assert torch.equal(angles(written | new), angles(dict(given.values)))
 
 
 def test_what_config_json_leaves_out() -> None:
