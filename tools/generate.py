@@ -130,7 +130,8 @@ def _continue(own: argparse.Namespace, prompts: list[str], writer: TextWriter) -
     from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.generation.continuation import Continuation
 
-    tokens = writer.tokenizer.tokenize_all(prompts)
+    tokenizer = writer.tokenizer
+    tokens = [[*tokenizer.beginning, *ids] for ids in tokenizer.tokenize_all(prompts)]
     longest = max(map(len, tokens))
     if longest >= writer.seq_length:
         raise InputError(

@@ -87,6 +87,16 @@ class Tokenizer(ABC):
         """Ids of each text."""
         return [self.tokenize(text) for text in texts]
 
+    @property
+    def beginning(self) -> list[int]:
+        """The ids that an imported model expects before each text: its BOS, or nothing."""
+        return [] if self.extras.bos is None else [self.extras.bos]
+
+    @property
+    def before_text(self) -> int:
+        """The id that stands before a text that is scored as a whole."""
+        return (self.beginning or [self.eod])[-1]
+
     def check(self, text: str) -> None:
         """Raise InputError for a text that has no ids. Most tokenizers have ids for every text."""
         return None

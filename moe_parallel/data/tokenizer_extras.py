@@ -1,8 +1,8 @@
 """What the folder of a tokenizer says to transformers alone, carried from one folder to the next.
 
 These are the special tokens besides the end of a document, chat templates, and
-`generation_config.json`. Nothing here uses them. A chat template is a program in Jinja; it is
-copied as text and never run.
+`generation_config.json`. Of these only the token that begins each text of an imported model is used
+here. A chat template is a program in Jinja; it is copied as text and never run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ GENERATION_FILE = "generation_config.json"
 TEMPLATE = "chat_template"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_FOLDER = "additional_chat_templates"
+_BOS = "imported_bos_id"  # our own field: other folders do not say what a model here has read
 _DEFAULT = "default"  # the name of the template in _TEMPLATE_FILE
 
 #: Fields of tokenizer_config.json, each of which names one token.
@@ -40,11 +41,14 @@ class Extras:
     special_tokens: Mapping[str, SpecialToken] = field(default_factory=dict)  # by field
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name
     generation: Mapping[str, Any] | None = None  # the fields of generation_config.json
+    bos: int | None = None  # the id that an imported model expects before each text
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of tokenizer_config.json, as transformers reads them."""
         fields: dict[str, Any] = dict(self.special_tokens)
+        if self.bos is not None:
+            fields[_BOS] = self.bos
         templates = self.chat_templates
         if set(templates) == {_DEFAULT}:
             fields[TEMPLATE] = templates[_DEFAULT]
@@ -78,7 +82,10 @@ def read_extras(folder: Path) -> Extras:
             tokens[name] = {key: _token(file, name, each) for key, each in several.items()}
         elif several is not None:
             raise _wrong(file, name, several, "a list of tokens")
-    return Extras(tokens, _templates(folder, config), _generation(folder / GENERATION_FILE))
+    bos = config.get(_BOS)
+    if type(bos) is not int or bos < 0:
+        bos = None
+    return Extras(tokens, _templates(folder, config), _generation(folder / GENERATION_FILE), bos)
 
 
 def _token(file: Path, name: str, value: Any) -> str:

@@ -1,9 +1,9 @@
 """Perplexity and bits per byte of documents, with confidence intervals over documents.
 
 A document is scored by windows of the model's length that move by `stride` tokens. Each token is
-scored once, in the first window that contains it, after a token that ends a document: a short
-document is thus scored as a whole, and a token of a long one has at least length - stride
-tokens before it.
+scored once, in the first window that contains it, after a token that ends a document or the BOS of
+an imported model: a short document is thus scored as a whole, and a token of a long one has at
+least length - stride tokens before it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def evaluate_documents(
     model: GenerationModel,
     documents: Sequence[Sequence[int]],
     bytes_per_token: Sequence[int],
-    end_of_document: int,
+    before_text: int,
     stride: int,
     batch_size: int,
     advance: Callable[[int], object] = lambda count: None,
@@ -110,6 +110,7 @@ def evaluate_documents(
 
     Args:
         documents: token ids, without the token that ends a document; at least one token each.
+        before_text: the token before each.
         bytes_per_token: UTF-8 bytes of each token of the vocabulary.
         stride: from 1 to --seq-length.
         batch_size: windows that a data-parallel rank computes at a time.
@@ -119,7 +120,7 @@ def evaluate_documents(
     spans: list[Span] = []
     owners: list[int] = []
     for number, document in enumerate(documents):
-        whole = [end_of_document, *document]
+        whole = [before_text, *document]
         for start, first, end in windows(len(document), length, stride):
             spans.append(Span(whole[start : end + 1], first - start))
             owners.append(number)

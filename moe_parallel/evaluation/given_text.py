@@ -56,10 +56,12 @@ def _last_cut(text: str) -> int:
 def sequences_of(path: Path, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     """The token ids of a file's documents, each with the end of a document after it, one after
     another, cut into sequences of `length`; the last may be shorter."""
-    ids: list[int] = []
+    ids, begins = [], True
     for piece, ends in pieces_of(path):
         tokenizer.check(piece)
+        ids += tokenizer.beginning if begins else []
         ids += [*tokenizer.tokenize(piece), *([tokenizer.eod] if ends else [])]
+        begins = ends
         whole = len(ids) // length * length
         yield from (ids[first : first + length] for first in range(0, whole, length))
         ids = ids[whole:]

@@ -45,7 +45,7 @@ class Chat:
         If the question alone does not fit into `most` tokens, there are none.
         """
         for first in range(len(self.turns) + 1):
-            tokens = tokenizer.tokenize(self.prompt(question, first))
+            tokens = [*tokenizer.beginning, *tokenizer.tokenize(self.prompt(question, first))]
             if len(tokens) <= most:
                 return tokens, first
         return [], len(self.turns)

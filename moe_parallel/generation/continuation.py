@@ -60,7 +60,7 @@ class TextWriter:
 
         Args:
             prompts: tokens, from 1 to --seq-length - 1 each.
-            limits: of each text.
+            limits: of each text. One of 0 tokens is empty.
             batch_size: texts that are continued together.
             show: called whenever characters are certain.
             done: called with the number of each prompt whose text is complete.
@@ -68,7 +68,8 @@ class TextWriter:
         texts = [""] * len(prompts)
         # Texts of similar length share a batch, the longest first: if one needs too much memory,
         # this shows at once.
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        order = [i for i, limit in enumerate(limits) if limit.max_tokens]
+        order.sort(key=lambda i: -len(prompts[i]))
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
             streams = [TextStream(self.tokenizer, limits[i].stops, prompts[i]) for i in batch]

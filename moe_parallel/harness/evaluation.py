@@ -138,7 +138,7 @@ def _losses(
                 model,
                 documents,
                 tokenizer.bytes_per_token.tolist(),
-                tokenizer.eod,
+                tokenizer.before_text,
                 stride,
                 asked.batch_size,
                 advance if dist.get_rank() == 0 else lambda count: None,

@@ -89,18 +89,40 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.own_tokenizer.fingerprint
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self.own_tokenizer.before_text
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of a text. No special token is added."""
-        return self.own_tokenizer.tokenize(string)
+        """The ids of a text, which begins as the tokenizer says unless `add_special_tokens` is
+        False."""
+        beginning = [] if add_special_tokens is False else self.own_tokenizer.beginning
+        return [*beginning, *self.own_tokenizer.tokenize(string)]
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """ln p of each answer after its context, and whether it is the most probable one."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        pairs = [request.args for request in requests]
+        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens before the answer, at least one, and those of the answer, at least one.
+
+        As in the harness, spaces at the end of the context are the answer's. So is a token with
+        text of both: it is not in the context alone.
+        """
+        before, whole = self.tok_encode(context.rstrip()), self.tok_encode(context + continuation)
+        first = 0
+        while first < len(before) and before[first : first + 1] == whole[first : first + 1]:
+            first += 1
+        if first == len(whole):
+            raise InputError(f"the answer {continuation!r} has no tokens: leave its task out")
+        if first == 0:
+            return [self.prefix_token_id], whole
+        return whole[:first], whole[first:]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -188,10 +210,10 @@ class HarnessModel(TemplateLM):
         default = min(MAX_ANSWER_TOKENS, self.max_length // 2)
         options = dict(normalize_gen_kwargs(given, default))
         most, stops = options["max_gen_toks"], options["until"]
-        if most >= self.max_length:
+        if not 0 <= most < self.max_length:
             raise InputError(
                 f"max_gen_toks is {most}, and the model reads --seq-length {self.max_length}: set "
-                "fewer in the task's generation_kwargs"
+                "fewer in the task's generation_kwargs, 0 at least"
             )
         for name in set(options) - _SAMPLING - {"do_sample", "until", "max_gen_toks"}:
             if options[name] not in (None, False, 1):

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config import DataConfig
-from moe_parallel.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
+from moe_parallel.data.tokenizer import (
+    FastTokenizer,
+    NullTokenizer,
+    SentencePiece,
+    Tokenizer,
+    build_tokenizer,
+)
 from moe_parallel.data.tokenizer_extras import GENERATION_FILE
+from moe_parallel.data.tokenizer_files import read_config
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.fields import Fields, read_fields
 
@@ -59,7 +66,9 @@ def tokenizer_of_folder(folder: Path, fields: Fields, data: DataConfig) -> Token
     if not isinstance(tokenizer, NullTokenizer):
         generation = _generation(folder, fields)
         _check_end(folder, fields, tokenizer, generation)
-        tokenizer.extras = replace(tokenizer.extras, generation=generation or None)
+        tokenizer.extras = replace(
+            tokenizer.extras, generation=generation or None, bos=_bos(folder, tokenizer)
+        )
     return tokenizer
 
 
@@ -68,6 +77,16 @@ def _own(folder: Path) -> Tokenizer | None:
         if (folder / file).is_file():
             return build_tokenizer(kind, str(folder))
     return None
+
+
+def _bos(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """The token that transformers puts before each text; None: it puts none."""
+    if isinstance(tokenizer, SentencePiece):
+        bos: int = tokenizer.model.bos_id()
+        return bos if bos >= 0 and read_config(folder).get("add_bos_token") is True else None
+    assert isinstance(tokenizer, FastTokenizer)  # tokenizer.json says it alone
+    begins = tokenizer.model.encode("a", add_special_tokens=True).ids[:1]
+    return None if begins == tokenizer.tokenize("a")[:1] else begins[0]
 
 
 def _generation(folder: Path, fields: Fields) -> dict[str, Any]:

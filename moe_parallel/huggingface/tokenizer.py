@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
 from moe_parallel.data.tokenizer_extras import Extras, SpecialToken, ends_of
@@ -23,7 +24,7 @@ class ExportedTokenizer:
 
     generation: dict[str, Any]  # the fields of generation_config.json
     opens: bool  # in transformers
-    adds_special_tokens: bool = False  # to each text, unless it is told not to
+    adds_special_tokens: bool = False  # to each text, which the run's tools do not
     left_out: list[str] = field(default_factory=list)  # fields with tokens that it does not have
 
     @property
@@ -48,12 +49,18 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> Exported
             return ExportedTokenizer(_generation(extras, tokenizer.eod), opens=False)
         end = tokenizer.model.id_to_piece(tokenizer.eod)
         tokenizer = FastTokenizer(fast, end, "HuggingFaceTokenizer")
+        tokenizer.extras = extras
+        if extras.bos is not None:
+            bos = fast.id_to_token(extras.bos)
+            fast.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, extras.bos)]
+            )
     if not isinstance(tokenizer, FastTokenizer):
         return ExportedTokenizer(_generation(extras, tokenizer.eod), opens=False)
     tokens = _known(extras.special_tokens, tokenizer.model)
     written = copy(tokenizer)
     pads = {"pad_token": tokenizer.end_of_document}
-    written.extras = replace(extras, special_tokens=pads | tokens)
+    written.extras = replace(extras, special_tokens=pads | tokens, bos=None)
     written.save(folder)
     fields = read_config(folder) | {
         "model_max_length": length,
@@ -61,6 +68,7 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> Exported
     }
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     encoded = tokenizer.model.encode("a", add_special_tokens=True).ids
+    own = [*tokenizer.beginning, *tokenizer.tokenize("a")]
     ids = {
         f"{name}_id": tokenizer.model.token_to_id(tokens[name])
         for name in ("bos_token", "pad_token")
@@ -69,7 +77,7 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> Exported
     return ExportedTokenizer(
         generation=_generation(extras, tokenizer.eod, **ids),
         opens=True,
-        adds_special_tokens=encoded != tokenizer.tokenize("a"),
+        adds_special_tokens=encoded != own,
         left_out=sorted(
             name for name, token in extras.special_tokens.items() if tokens.get(name) != token
         ),

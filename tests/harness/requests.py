@@ -15,7 +15,7 @@ def numbers(count: int, step: int) -> str:
     return " ".join(str(step * i * i % (VOCABULARY - 1)) for i in range(1, count + 1))
 
 
-#: (context, answer): of unequal lengths; one without a context, one longer than the model reads.
+#: (context, answer): of unequal lengths; some without a context, one longer than the model reads.
 PAIRS = [
     ("3 7", " 1 19"),
     (numbers(9, 4), " 5"),
@@ -23,6 +23,8 @@ PAIRS = [
     ("", "4 8"),
     (numbers(40, 7), " 2 3"),
     ("1 2", " 3"),
+    ("\n", "4 8 1"),
+    (" ", "9 3"),
 ]
 TEXTS = [numbers(5, 3), numbers(77, 5), numbers(32, 2), numbers(33, 2)]
 #: With greedy tokens, up to a stop string if it comes.
@@ -30,6 +32,7 @@ PROMPTS = [
     ("3 7", {"until": ["\n"], "max_gen_toks": 6}),
     (numbers(40, 7), {"until": [" 9"], "max_gen_toks": 5, "do_sample": False}),
     (numbers(6, 2), {"until": [" 1", " 4"], "max_gen_toks": 8}),
+    (numbers(40, 2), {"until": [], "max_gen_toks": 0}),
 ]
 SAMPLED = ("3 7", {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 1.5})
 

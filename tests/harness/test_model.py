@@ -4,17 +4,26 @@ import math
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_parallel.data.tokenizer import FastTokenizer
+from moe_parallel.data.tokenizer_extras import Extras
+from moe_parallel.data.tokenizer_files import END_OF_DOCUMENT
 from moe_parallel.errors import InputError
+from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.parallel import destroy_groups
 from tests import systems
+from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
 from tests.generation.small_models import small_model
 from tests.generation.test_decode import LAYOUTS, MODELS
 from tests.harness import requests
 from tests.harness.mixtral import as_mixtral
 from tests.harness.requests import PAIRS, PROMPTS, SEQ_LENGTH, TEXTS, TOKENIZER
+from tests.huggingface.models import build, save
 from tests.tiers import selected_values
+from tests.tools.running import run_tool_forked
 
 #: Each kind of layer, and each reason for which sequences are not padded.
 NAMES = ["topk", "aoe", "segment_expert_choice", "lory", "lory, by the prompt", "smear", "capacity"]
@@ -205,26 +214,116 @@ def _bad_requests():
     messages = []
     for options in (
         {"until": [], "max_gen_toks": 32},
+        {"until": [], "max_gen_toks": -1},
         {"until": [], "num_beams": 4},
         {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 3.0},
     ):
         with pytest.raises(InputError) as raised:
             lm.generate_until(requests.instances("generate_until", [("1 2", options)]), True)
         messages.append(str(raised.value))
-    with pytest.raises(InputError) as raised:
-        pair = ("1", " 2" * 40)
-        lm.loglikelihood(requests.instances("loglikelihood", [pair]), True)
+    for pair in (("1", " 2" * 40), ("1 2", ""), ("", " ")):
+        with pytest.raises(InputError) as raised:
+            lm.loglikelihood(requests.instances("loglikelihood", [pair]), True)
+        messages.append(str(raised.value))
     destroy_groups()
-    return [*messages, str(raised.value)]
+    return messages
 
 
 def test_what_the_model_cannot_do():
     (messages,) = run_distributed(1, _bad_requests)
     expected = [
         "max_gen_toks is 32, and the model reads --seq-length 32",
+        "max_gen_toks is -1, and the model reads --seq-length 32",
         "generation_kwargs has num_beams 4, which this project lacks",
         "--top-p is 3.0: it must be above 0",
         "an answer has 40 tokens, and the model reads --seq-length 32",
+        "the answer '' has no tokens",
+        "the answer ' ' has no tokens",
     ]
     for message, text in zip(messages, expected, strict=True):
         assert text in message and "\n" not in message
+
+
+#: (context, answer, its tokens). ` token` is one, and ` tok` alone is ` t`, `o`, `k`.
+TEXT_PAIRS = [
+    ("the expert", " reads a token", None),
+    ("the expert reads a ", "token", None),
+    ("", "writes 12", None),
+    ("\n", "the token", None),
+    (" ", "the token", None),
+    ("the expert reads a tok", "en", [" token"]),
+    ("the expert reads a tok", "ens", [" token", "s"]),
+    ("the expert reads a tok", "x", ["x"]),
+]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """The folder of a Mixtral whose tokenizer begins each text with <s>, and what a run that was
+    imported from it answers in batches of 1 and of 8."""
+    folder = tmp_path_factory.mktemp("imported")
+    model = small_bpe().model
+    model.add_special_tokens(["<s>"])
+    bos = model.token_to_id("<s>")
+    model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer = FastTokenizer(model, END_OF_DOCUMENT, "HuggingFaceTokenizer")
+    tokenizer.extras = Extras({"bos_token": "<s>"})
+    ids = {"vocab_size": tokenizer.vocab_size, "bos_token_id": bos, "eos_token_id": tokenizer.eod}
+    save(build("mixtral", **ids), folder / "theirs")
+    tokenizer.save(folder / "theirs")
+    import_folder(plan_import(folder / "theirs", []), folder / "run")
+    (found,) = run_distributed(1, _of_text, folder / "run")
+    return folder / "theirs", found
+
+
+def _of_text(run):
+    from moe_parallel.harness.model import HarnessModel
+
+    loads = [{"load": run, "batch_size": size} for size in (1, 8)]
+    return [_answers_in_text(HarnessModel.create_from_arg_obj(load)) for load in loads]
+
+
+def _answers_in_text(lm, pairs=TEXT_PAIRS):
+    pairs = [pair[:2] for pair in pairs]
+    text = requests.instances("loglikelihood_rolling", [(words(200, 3),)])
+    prompt = ("the expert", {"until": [], "max_gen_toks": 8})
+    return {
+        "loglikelihood": lm.loglikelihood(requests.instances("loglikelihood", pairs), True),
+        "loglikelihood_rolling": lm.loglikelihood_rolling(text, True),
+        "generate_until": lm.generate_until(requests.instances("generate_until", [prompt]), True),
+    }
+
+
+def test_an_answer_has_a_token_that_it_shares_with_its_context(imported):
+    folder, (one_by_one, together) = imported
+    assert_same(one_by_one, together)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for (context, answer, tokens), (log_p, _) in zip(
+        TEXT_PAIRS, one_by_one["loglikelihood"], strict=True
+    ):
+        whole = torch.tensor([tokenizer(context + answer)["input_ids"]])
+        assert whole[0, 0] == tokenizer.bos_token_id
+        if tokens is None:
+            tokens = tokenizer.tokenize(context[len(context.rstrip()) :] + answer)
+        else:
+            assert tokens == [tokenizer.decode(i) for i in whole[0, -len(tokens) :]]
+        with torch.no_grad():
+            all_log_p = model(whole).logits[0].log_softmax(-1)
+        expected = sum(all_log_p[i - 1, whole[0, i]] for i in range(-len(tokens), 0))
+        assert log_p == pytest.approx(float(expected), rel=1e-5), (context, answer)
+
+
+@pytest.mark.full
+def test_an_imported_model_answers_as_in_the_harness_own_hf(imported):
+    from lm_eval.models.huggingface import HFLM
+
+    folder, (found, _) = imported
+    # Its cache of logits gives other numbers where a batch is padded.
+    peer = HFLM(pretrained=str(folder), device="cpu", batch_size=2, logits_cache=False)
+    pairs = [pair for pair in TEXT_PAIRS if pair[2] is None]
+    shared = found | {"loglikelihood": found["loglikelihood"][: len(pairs)]}
+    assert_same(shared, _answers_in_text(peer, pairs))
+    line = ["--load", folder.parent / "run", "--tokens", 8, "--temperature", 0]
+    printed = run_tool_forked("generate.py", *line, "--prompt", "the expert").stdout
+    assert printed == f"the expert{found['generate_until'][0]}\n"

@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tokenizers
 import torch
 import transformers
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from moe_parallel.data.tokenizer_files import CONFIG_FILE
 from moe_parallel.huggingface.importing import import_folder, plan_import
+from moe_parallel.training.standalone import standalone_config
+from moe_parallel.training.text import open_tokenizer
 from tests.huggingface.exporting import export_run
 from tests.huggingface.models import build, save, text_tokenizer
 
@@ -93,6 +98,29 @@ def test_a_chat_model_answers_as_before(tmp_path: Path) -> None:
             model.lm_head.bias = torch.nn.Parameter(bias)
         texts.append(model.generate(prompt, max_new_tokens=5, do_sample=False)[0].tolist())
     assert texts[0] == texts[1] == [*prompt[0].tolist(), ids["<|turn|>"]]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_text_begins_as_in_transformers(adds: bool, tmp_path: Path) -> None:
+    """With the BOS that tokenizer.json adds, whatever tokenizer_config.json says."""
+    folder, ids = _chat_folder(tmp_path / "theirs")
+    file = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if adds:
+        special = [("<s>", ids["<s>"])]
+        file.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+        file.save(str(folder / "tokenizer.json"))
+    said = {"add_bos_token": not adds}
+    (folder / CONFIG_FILE).write_text(json.dumps(_read(folder / CONFIG_FILE) | said))
+    plan = plan_import(folder, [])
+    output = _in_and_out(folder, tmp_path)
+    theirs, ours = (transformers.AutoTokenizer.from_pretrained(f) for f in (folder, output))
+    here = open_tokenizer(standalone_config([], load=str(tmp_path / "run")))
+    for text in ("a", "the expert reads"):
+        wanted = theirs(text)["input_ids"]
+        for tokenizer in (plan.tokenizer, here):
+            assert [*tokenizer.beginning, *tokenizer.tokenize(text)] == wanted
+        assert ours(text)["input_ids"] == wanted
+    assert "add_special_tokens=False" not in (output / "README.md").read_text()
 
 
 def test_a_template_is_never_run(tmp_path: Path) -> None:
