@@ -50,6 +50,8 @@ def _import(own: argparse.Namespace, flags: list[str]) -> None:
         imported = import_folder(plan, Path(own.output), advance)
     for name, value in import_summary(plan, imported).items():
         print(f"{name}: {value}")
+    for name in imported.not_finite:
+        print(f"warning: {name} has a NaN or an infinity, as in --input", file=sys.stderr)
     print(f"train on: --load {own.output} --finetune --save ANOTHER --data-path ...")
 
 

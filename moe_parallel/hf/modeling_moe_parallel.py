@@ -40,7 +40,7 @@ from .experts_moe_parallel import (
     MoeParallelMergedExperts,
     MoeParallelMLP,
 )
-from .gates_moe_parallel import GATES, MoeParallelGate
+from .gates_moe_parallel import GATES, NORMALIZED, MoeParallelGate
 
 
 # In this file, because transformers looks for the decorator in the source of the models.
@@ -174,6 +174,16 @@ class MoeParallelPreTrainedModel(PreTrainedModel):
         "hidden_states": MoeParallelDecoderLayer,
         "attentions": MoeParallelAttention,
     }
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which lets every parameter ask for a gradient: a bias gets none."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name, parameter in model.named_parameters():
+            if name.endswith("expert_bias"):
+                parameter.requires_grad_(False)
+        return loaded
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """transformers' default, a grouped product, needs rows of a multiple of 16 bytes."""
@@ -329,8 +339,15 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        aux_loss = None
+        if outputs.router_logits and self.config.router_aux_loss_coef is not None:
+            b, s, _ = outputs.last_hidden_state.shape
+            aux_loss = self._load_balancing_loss(outputs.router_logits, b, s, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return MoeCausalLMOutputWithPast(
             loss=loss,
+            aux_loss=aux_loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -338,13 +355,46 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
+    def _load_balancing_loss(
+        self, router_logits: tuple[torch.Tensor, ...], b: int, s: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The sum over layers of E sum_i f_i P_i, with E the number of scores, as in training.
+
+        f_i: the share of the tokens that chose expert i, without gradient. P_i: the mean
+        probability of expert i. They are of the batch, or of each sequence and then a mean of the
+        losses. Padding does not count; a free expert counts free_expert_tau.
+        """
+        counts_BS1 = router_logits[0].new_ones(b, s, 1)
+        if mask is not None and mask.dim() == 2:
+            counts_BS1 = mask[:, -s:, None].to(counts_BS1)
+        over = (1,) if self.config.aux_loss_by_sequence else (0, 1)
+        tokens = counts_BS1.sum(over).clamp(min=1)
+        mlps = [layer.mlp for layer in self.model.layers]
+        gates = [mlp.gate for mlp in mlps if isinstance(mlp, MoeParallelSparseBlock)]
+        losses = []
+        for gate, scores_TE in zip(gates, router_logits, strict=True):
+            with torch.no_grad():
+                weights_TK, index_TK = gate.choice(scores_TE, None)
+                is_chosen_TK = (weights_TK != 0).to(scores_TE.dtype)
+                f_TE = torch.zeros_like(scores_TE).scatter_(1, index_TK, is_chosen_TK)
+            p_TE = NORMALIZED[self.config.scoring_func](scores_TE)
+            if self.config.free_experts:
+                tau_TZ = p_TE[:, gate.num_experts :] * self.config.free_expert_tau
+                p_TE = torch.cat([p_TE[:, : gate.num_experts], tau_TZ], dim=1)
+            f, p = ((x.view(b, s, -1) * counts_BS1).sum(over) / tokens for x in (f_TE, p_TE))
+            losses.append(f.shape[-1] * (f * p).sum(dim=-1).mean().to(counts_BS1.device))
+        return torch.stack(losses).sum()
+
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if "cache" in inputs:  # the name that transformers 5.24 and later give it
             inputs["past_key_values"] = inputs.pop("cache")
-        if self.config.rule == "merge" and inputs.get("past_key_values") is None:
-            raise ValueError(
-                "without a cache every new token would change the merge that Lory makes for the "
-                "prompt: leave out use_cache=False"
-            )
+        if self.config.rule == "merge":
+            if inputs.get("past_key_values") is None:
+                raise ValueError(
+                    "without a cache every new token would change the merge that Lory makes for "
+                    "the prompt: leave out use_cache=False"
+                )
+            # For a static cache transformers makes a mask that does not show the padding.
+            inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs

@@ -57,6 +57,7 @@ class TensorFolder:
         other types than floating-point numbers of 16 or 32 bits.
         """
         self.folder = folder
+        self.not_finite: set[str] = set()  # of the tensors that were read
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         with self._stack:
@@ -85,6 +86,8 @@ class TensorFolder:
             tensor: torch.Tensor = self._files[file].get_tensor(name)
         except Exception as error:  # the library's own class is not one of a kind
             raise InputError(f"{self.folder / file}: {name} cannot be read ({error})") from None
+        if not tensor.isfinite().all():
+            self.not_finite.add(name)
         return tensor
 
     def check(self, places: Iterable[TensorPlace]) -> None:

@@ -49,6 +49,7 @@ class Imported:
     tensors: int  # the number of tensors read
     parameters: int
     dtypes: tuple[str, ...]
+    not_finite: tuple[str, ...]  # the names of tensors with a NaN or an infinity
 
 
 def plan_import(
@@ -112,7 +113,8 @@ def import_folder(
         for shape in place.shapes
     ]
     names = tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
-    return Imported(output / checkpoint.name, len(sizes), sum(sizes), names)
+    checkpoint = output / checkpoint.name
+    return Imported(checkpoint, len(sizes), sum(sizes), names, tuple(sorted(tensors.not_finite)))
 
 
 def _check_unchanged(fields: Fields, own: Config, config: Config, vocab_size: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from moe_parallel.config import Config
 from moe_parallel.huggingface.configuration import rope_fields
 from moe_parallel.huggingface.own_layers import exported_layer
-from moe_parallel.huggingface.own_rules import rule_fields
+from moe_parallel.huggingface.own_rules import loss_fields, rule_fields
 from moe_parallel.huggingface.own_steps import (
     LayerSource,
     dispatched_width,
@@ -69,7 +69,7 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
     width = folded_width(config) if fold else dispatched_width(config)
     fields |= {"num_experts": n, "moe_intermediate_size": width}
     fields |= rule_fields(selection, n + selection.free_experts)
-    fields |= exported_layer(config).fields(config)
+    fields |= exported_layer(config).fields(config) | loss_fields(config)
     if low_rank_size(selection) is not None:
         fields |= {"low_rank_size": low_rank_size(selection), "folded": fold}
     fields["expert_bias"] = selection.adds_bias

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from moe_parallel.config import Selection
+from moe_parallel.config import Config, Selection
 from moe_parallel.errors import InputError
+from moe_parallel.layers.routing_losses import LossContext, load_balancing, load_balancing_of_topk
 from moe_parallel.selection import threshold, topk
 from moe_parallel.selection.expert_dropout import ExpertDropout
 from moe_parallel.selection.relu import ReLU
@@ -64,6 +65,22 @@ def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
     if selection.reads_token_ids:
         fields["rule"] = "hash"  # a table chooses, and the rule weights
     return fields
+
+
+def loss_fields(config: Config) -> dict[str, Any]:
+    """The fields of the load-balancing loss, if the system has one."""
+    selection: Any = config.selection
+    for make in system_of(selection).losses:
+        if make in (load_balancing, load_balancing_of_topk):
+            loss = make(selection, LossContext(sum(config.moe_layers)))
+            by_sequence = selection.moe_router_load_balancing_type == "seq_aux_loss"
+            tau = getattr(selection, "moe_free_expert_tau", 1.0)
+            return {
+                "router_aux_loss_coef": loss.coefficient,
+                "aux_loss_by_sequence": by_sequence,
+                "free_expert_tau": tau,
+            }
+    return {}
 
 
 def register_rule(kind: Any, fields_of: RuleFields) -> None:

@@ -22,6 +22,8 @@ from moe_parallel.hf import modeling_moe_parallel as modeling
 from moe_parallel.hf.experts_moe_parallel import MoeParallelMergedExperts
 from moe_parallel.hf.gates_moe_parallel import Threshold
 from moe_parallel.huggingface.own_model import CODE
+from tests.oracles.layers import Routing
+from tests.oracles.losses import load_balancing
 from tests.tiers import rest_in_full
 
 SHAPE = {
@@ -144,10 +146,11 @@ def test_padding_on_the_left_changes_nothing(variant):
     batch = torch.cat([TOKENS, padded])
     mask = torch.cat([torch.ones_like(TOKENS), F.pad(torch.ones_like(short), (6, 0))])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    both = model.generate(batch, attention_mask=mask, **options)
-    for row, alone in ((0, TOKENS), (1, short)):
-        written = model.generate(alone, **options)
-        assert both[row, 10:].tolist() == written[0, alone.shape[1] :].tolist()
+    for cache in ("dynamic", "static"):
+        both = model.generate(batch, attention_mask=mask, cache_implementation=cache, **options)
+        for row, alone in ((0, TOKENS), (1, short)):
+            written = model.generate(alone, **options)
+            assert both[row, 10:].tolist() == written[0, alone.shape[1] :].tolist()
 
 
 def test_a_merge_is_that_of_the_prompts_mean():
@@ -234,6 +237,46 @@ def test_gradients_reach_every_weight_and_scores_are_recorded(variant):
     assert [tuple(scores.shape) for scores in output.router_logits] == expected
 
 
+BALANCED = {
+    "norms": {},
+    "router": {"aux_loss_by_sequence": True},
+    "top-p": {},
+    "norms, free": {"free_expert_tau": 0.25},
+}
+
+
+@pytest.mark.parametrize("variant", BALANCED)
+def test_the_balancing_loss_is_that_of_training(variant):
+    """Summed over the layers, on two sequences, one with padding."""
+    model = build(variant, router_aux_loss_coef=0.5, **BALANCED[variant]).train()
+    config = model.config
+    tokens = torch.cat([TOKENS, TOKENS.flip(1)])
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    chosen = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda *call: chosen.append(call[2][1:3]))
+    found = model(tokens, attention_mask=mask, labels=tokens, output_router_logits=True)
+    plain = model(tokens, attention_mask=mask, labels=tokens)
+    assert plain.aux_loss is None
+    expected = 0.0
+    for scores, (weights, index) in zip(found.router_logits, chosen, strict=False):
+        experts = [[e for w, e in zip(*row, strict=True) if w > 0]
+                   for row in zip(weights.tolist(), index.tolist(), strict=True)]  # fmt: skip
+        p = scores.detach().double()
+        p = p.sigmoid() / p.sigmoid().sum(1, keepdim=True) if variant == "router" else p.softmax(1)
+        parts = [[*range(10)], [*range(14, 20)]]
+        for part in parts if config.aux_loss_by_sequence else [sum(parts, [])]:
+            routing = Routing(scores[part], [experts[t] for t in part], [], p[part].numpy())
+            loss = load_balancing(routing, weights=[1.0] * 4 + [config.free_expert_tau] * 2)
+            expected += loss / (2 if config.aux_loss_by_sequence else 1)
+    assert found.aux_loss.item() == pytest.approx(expected, rel=1e-5)
+    assert found.loss.item() == pytest.approx(plain.loss.item() + 0.5 * expected, rel=1e-5)
+    gate = model.model.layers[0].mlp.gate
+    weight = gate.router_out if variant in ("router", "top-p") else gate.w_down
+    assert torch.autograd.grad(found.aux_loss, weight)[0].any()
+
+
 def aligned(model: torch.nn.Module) -> torch.nn.Module:
     """The model with weights in memory of their own: products by MKL round by the alignment of
     their operands, and weights that were loaded begin anywhere in the file."""
@@ -242,7 +285,7 @@ def aligned(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "factorized", "hash"))
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "router", "hash"))
 def test_saved_and_loaded(variant, tmp_path):
     model = build(variant)
     model.save_pretrained(tmp_path)
@@ -252,6 +295,9 @@ def test_saved_and_loaded(variant, tmp_path):
         # Not only the buffers of positions are the same: they are filled although none is stored.
         base = aligned(AutoModel.from_pretrained(tmp_path))
         assert torch.equal(base(TOKENS)[0], model.model(TOKENS)[0])
+    # DDP stops where a parameter asks for a gradient and gets none.
+    again.train()(TOKENS, labels=TOKENS).loss.backward()
+    assert all((each.grad is not None) == each.requires_grad for each in again.parameters())
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is hf.MoeParallelConfig
     values, known = config.to_dict(), hf.MoeParallelConfig(**SHAPE | VARIANTS[variant]).to_dict()

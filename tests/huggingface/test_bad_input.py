@@ -239,6 +239,12 @@ def test_another_tokenizer(good: Path, tmp_path: Path) -> None:
         plan_import(good, ["--tokenizer-model", str(other)])
 
 
+def test_weights_that_are_not_finite(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    _change_tensors(lambda tensors: tensors[EXPERT][3].fill_(torch.nan))(folder)
+    assert main(["--input", str(folder), "--output", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == f"warning: {EXPERT} has a NaN or an infinity, as in --input\n"
+
+
 @pytest.mark.parametrize("room", [0, 30_000])
 def test_a_full_disk(
     room: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
