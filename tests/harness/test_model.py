@@ -1,4 +1,4 @@
-"""Answers to the harness: compared with Mixtral in transformers, by system, in layouts."""
+"""Answers to the harness: compared with those of its own `hf`, by system, in layouts."""
 
 import math
 
@@ -19,7 +19,6 @@ from tests.distributed import run_distributed
 from tests.generation.small_models import small_model
 from tests.generation.test_decode import LAYOUTS, MODELS
 from tests.harness import requests
-from tests.harness.mixtral import as_mixtral
 from tests.harness.requests import PAIRS, PROMPTS, SEQ_LENGTH, TEXTS, TOKENIZER
 from tests.huggingface.models import build, save
 from tests.tiers import selected_values
@@ -97,9 +96,6 @@ def _of_one_rank(names):
         lm = harness_model(MODELS[name])
         found[name] = requests.answers(lm)
         if name == "topk":
-            peer = as_mixtral(lm.model)
-            with torch.no_grad():
-                found["mixtral"] = Alone(lambda tokens, peer=peer: peer(tokens).logits).answers()
             found["sampled"] = [
                 lm.generate_until(requests.instances("generate_until", [requests.SAMPLED]), True)
                 for _ in range(2)
@@ -130,12 +126,6 @@ def assert_same(found, expected):
         found["loglikelihood"], expected["loglikelihood"], strict=True
     ):
         assert log_p == pytest.approx(expected_log_p, rel=1e-5) and greedy == expected_greedy
-
-
-@pytest.mark.full
-def test_mixtral_gives_the_same_answers(on_one_rank):
-    assert_same(on_one_rank["topk"], on_one_rank["mixtral"])
-    assert any(on_one_rank["topk"]["generate_until"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "by the prompt" not in name])
@@ -251,6 +241,7 @@ TEXT_PAIRS = [
     ("", "writes 12", None),
     ("\n", "the token", None),
     (" ", "the token", None),
+    (words(100, 5), " reads", None),  # longer than the model reads
     ("the expert reads a tok", "en", [" token"]),
     ("the expert reads a tok", "ens", [" token", "s"]),
     ("the expert reads a tok", "x", ["x"]),
@@ -285,12 +276,15 @@ def _of_text(run):
 
 def _answers_in_text(lm, pairs=TEXT_PAIRS):
     pairs = [pair[:2] for pair in pairs]
-    text = requests.instances("loglikelihood_rolling", [(words(200, 3),)])
-    prompt = ("the expert", {"until": [], "max_gen_toks": 8})
+    texts = [(words(200, 3),), ("the expert",)]
+    prompts = [("the expert", {"until": [], "max_gen_toks": 8}),
+               (words(200, 1), {"until": [" "], "max_gen_toks": 5})]  # fmt: skip
+    texts = requests.instances("loglikelihood_rolling", texts)
+    prompts = requests.instances("generate_until", prompts)
     return {
         "loglikelihood": lm.loglikelihood(requests.instances("loglikelihood", pairs), True),
-        "loglikelihood_rolling": lm.loglikelihood_rolling(text, True),
-        "generate_until": lm.generate_until(requests.instances("generate_until", [prompt]), True),
+        "loglikelihood_rolling": lm.loglikelihood_rolling(texts, True),
+        "generate_until": lm.generate_until(prompts, True),
     }
 
 
@@ -304,6 +298,7 @@ def test_an_answer_has_a_token_that_it_shares_with_its_context(imported):
     ):
         whole = torch.tensor([tokenizer(context + answer)["input_ids"]])
         assert whole[0, 0] == tokenizer.bos_token_id
+        whole = whole[:, -65:]
         if tokens is None:
             tokens = tokenizer.tokenize(context[len(context.rstrip()) :] + answer)
         else:
