@@ -17,7 +17,7 @@ PACKAGE = "moe_parallel"
 # From bottom to top. A module may import from its own layer (without a cycle) and those before it.
 LAYERS = (
     {"_C", "errors", "console", "copies", "hf", "optional"},
-    {"collective_errors"},
+    {"collective_errors", "reading"},
     {"config"},
     {"ops", "plan"},
     {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},
@@ -32,7 +32,9 @@ LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # Training ends with a call of analysis, which reads only the files of the run.
 ANALYSIS = "analysis"
-ANALYSIS_MAY_IMPORT = ("errors", "optional", "config", "plan", "telemetry.metrics", ANALYSIS)
+ANALYSIS_MAY_IMPORT = (
+    "errors", "optional", "reading", "config", "plan", "telemetry.metrics", ANALYSIS,
+)  # fmt: skip
 
 # Selection rules are pure functions: `Tokens` gives them the data of other ranks.
 PURE = "selection"

@@ -12,8 +12,9 @@ import yaml
 from moe_parallel.config.message import as_typed, shown
 from moe_parallel.config.option import number
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_small
 
-_BYTES_MAX = 1 << 20  # far above any configuration; a file such as /dev/zero has no end
+_BYTES_MAX = 1 << 20  # far above any configuration
 
 
 class _Loader(yaml.SafeLoader):
@@ -21,7 +22,16 @@ class _Loader(yaml.SafeLoader):
 
     In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here, anything but a decimal number is text.
     PyYAML's loader in C is faster, but a file that is nested too deeply ends the process there.
+    An alias (`*name`) may stand for one value. Of lists and maps that hold each other, a few lines
+    are endless.
     """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise ValueError("an alias stands for a list or a map: write it out")
+        return node
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float | str:
@@ -39,14 +49,16 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, flag: str = "--config ") -> dict[str, Any]:
     """The raw values of a YAML file, by option name. Keys are flags without the leading dashes.
+
+    `flag`: begins a message.
 
     Raises InputError if the file cannot be read, has anything but `key: value` lines, or has a key
     twice.
     """
     name = str(path)
-    file = f"--config {name if name.isprintable() else shown(name)}"  # the full name, to find it
+    file = f"{flag}{name if name.isprintable() else shown(name)}"  # the full name, to find it
     text = _text(path, file)
     try:
         loader = _Loader(text)
@@ -71,17 +83,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _text(path: Path, file: str) -> str:
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_BYTES_MAX + 1)
-        if len(content) > _BYTES_MAX:
-            raise InputError(f"{file} is larger than {_BYTES_MAX >> 20} MiB: name a YAML file")
-        return content.decode("utf-8")
+        return read_small(path, _BYTES_MAX).decode("utf-8")
     except FileNotFoundError:
         raise InputError(f"{file} does not exist: name a YAML file") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:
+        raise InputError(f"{file} is {error}: name a YAML file") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -20,6 +20,7 @@ from moe_parallel.data.corpus import (
 from moe_parallel.data.indexed import tokenize_documents, write_indexed
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_json
 
 VALID_FRACTION = 0.04
 
@@ -40,7 +41,7 @@ class DefaultCorpus:
     def manifest(self) -> dict[str, Any]:
         """corpus_sha256, python, valid_fraction, vocab_size, and for each domain and side its
         documents, bytes and tokens; `shared_lines`: see moe_parallel.data.corpus."""
-        return json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+        return read_json(self.folder / _MANIFEST, f": delete {self.folder}, to build it again")
 
     def prefix(self, domain: Domain, side: Side) -> str:
         """The prefix of the indexed dataset of a domain's training or validation side."""

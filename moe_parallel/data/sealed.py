@@ -1,4 +1,4 @@
-"""Small JSON files that contain their own checksum, and a parser for untrusted JSON.
+"""Small JSON files that contain their own checksum.
 
 The checksum shows whether a file was cut, edited or changed by a bit flip. It protects against
 accidents. An attacker can compute it, so code that reads these files must check their values.
@@ -11,39 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.data.atomic_files import write_atomically
-from moe_parallel.errors import InputError
+from moe_parallel.reading import open_regular, parse_json, read_small
 
 _CHECKSUM = "checksum"
-
-
-def parse_json(data: bytes) -> Any:
-    """The value of UTF-8 JSON.
-
-    Raises:
-        ValueError: with one line, for any fault: the encoding, the syntax, a number of
-            thousands of digits, brackets nested thousands deep.
-    """
-    try:
-        return json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start + 1}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def read_json(file: Path, remedy: str) -> Any:
-    """The value of a JSON file that a user names, or that is next to one.
-
-    Raises InputError for a file that cannot be read or is damaged; `remedy` ends that message.
-    """
-    try:
-        return parse_json(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is damaged ({error}){remedy}") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror})") from None
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
@@ -58,7 +28,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
         ValueError: the file has changed since it was written; the message is a few words.
         OSError: it cannot be read.
     """
-    content = parse_json(path.read_bytes())
+    content = parse_json(read_small(path))
     if not isinstance(content, dict) or _CHECKSUM not in content:
         raise ValueError("without a checksum")
     if content.pop(_CHECKSUM) != _checksum(content):
@@ -69,7 +39,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 def file_digest(path: Path) -> str:
     """Hexadecimal sha256 of a file's content; takes about one second per gigabyte."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while block := stream.read(2**20):
             digest.update(block)
     return digest.hexdigest()

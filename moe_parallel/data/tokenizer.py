@@ -25,11 +25,13 @@ from moe_parallel.data.tokenizer_extras import Extras, read_extras
 from moe_parallel.data.tokenizer_files import (
     CONFIG_FILE,
     END_OF_DOCUMENT,
+    LARGEST_VOCABULARY,
     convert_with_transformers,
     existing,
     fetch_from_hub,
     find_end_of_document,
     first_line,
+    panics_told,
     read_config,
     read_fast,
     write_config,
@@ -38,9 +40,6 @@ from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
 _T = TypeVar("_T", bound="Tokenizer")
-
-# The limit for a tokenizer that is trained here.
-_LARGEST_VOCABULARY = 2**24
 
 
 class Tokenizer(ABC):
@@ -125,14 +124,17 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        return self.model.encode(text, add_special_tokens=False).ids
+        with panics_told():
+            return self.model.encode(text, add_special_tokens=False).ids
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with panics_told():
+            encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self.model.decode([int(i) for i in ids], skip_special_tokens=False)
+        with panics_told():
+            return self.model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
@@ -274,9 +276,9 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
         raise InputError(
             f"--vocab-size {vocab_size} is too small: a byte-level BPE needs 257 or more"
         )
-    if vocab_size > _LARGEST_VOCABULARY:  # the library allocates 66 bytes per id, and aborts
+    if vocab_size > LARGEST_VOCABULARY:  # the library allocates 66 bytes per id, and aborts
         raise InputError(
-            f"--vocab-size {vocab_size} is too large to train: give at most {_LARGEST_VOCABULARY}"
+            f"--vocab-size {vocab_size} is too large to train: give at most {LARGEST_VOCABULARY}"
         )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

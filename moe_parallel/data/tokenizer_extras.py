@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import read_json
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, is_text, read_config
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_json
 
 GENERATION_FILE = "generation_config.json"
 TEMPLATE = "chat_template"

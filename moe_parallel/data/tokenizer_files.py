@@ -5,19 +5,25 @@ Every function that reads raises InputError for a file that is missing or not wh
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import read_json, read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 # The configuration in a folder that we write; Hugging Face reads the same file.
 CONFIG_FILE = "tokenizer_config.json"
+
+#: The most tokens of a vocabulary.
+LARGEST_VOCABULARY = 2**24
+_MOST_BYTES = 1 << 30  # of a tokenizer.json
 
 # Tokens that end a document, by the names that well-known tokenizers give them.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -37,11 +43,33 @@ def existing(name: str | None, tokenizer_type: str, file_in_folder: str) -> Path
 def read_fast(file: Path) -> tokenizers.Tokenizer:
     """Open a tokenizer.json."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return _bounded(tokenizers.Tokenizer.from_buffer(read_small(file, _MOST_BYTES)))
     except Exception as error:  # the library raises plain Exception for a file it cannot parse
         raise InputError(
             f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library "
             f"({first_line(error)})"
+        ) from None
+
+
+def _bounded(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Raises ValueError for an id that is so large that the library, counting to it, has no end."""
+    largest = max(model.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= LARGEST_VOCABULARY:
+        raise ValueError(f"its token {largest} is above {LARGEST_VOCABULARY - 1}, the most")
+    return model
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """Convert a panic of the tokenizers library, which is no Exception, to InputError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"--tokenizer-model: the tokenizer gives up on a text ({first_line(error)}): simplify "
+            "the regular expressions in its tokenizer.json, or name another"
         ) from None
 
 
@@ -87,7 +115,7 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
         opened = library.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-        return opened.backend_tokenizer
+        return _bounded(opened.backend_tokenizer)
     except Exception as error:
         raise InputError(
             f"--tokenizer-model {folder} holds no tokenizer that transformers can open without "
@@ -100,7 +128,7 @@ def hush_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -42,6 +42,8 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
     heads = fields.integer("num_attention_heads")
     layers = fields.integer("num_hidden_layers")
     length = _length(family, fields)
+    if layers > 10_000:  # before lists of the layers are made
+        raise fields.wrong("num_hidden_layers", "at most 10000")
     options = {
         "num_layers": layers,
         "hidden_size": fields.integer("hidden_size"),

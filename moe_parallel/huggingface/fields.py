@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_json
 
 #: Stands for "the field must be there".
 NEEDED = object()

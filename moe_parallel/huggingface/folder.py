@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.places import TensorPlace, TensorShape
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import read_json
 
 ONE_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -95,10 +95,11 @@ class TensorFolder:
 
         Raises InputError for the first that is missing, of another shape, or not of the model.
         """
-        needed: dict[str, TensorShape] = {}
-        for place in places:
-            needed |= zip(place.names, place.shapes, strict=True)
-        for name, shape in needed.items():
+        needed: set[str] = set()
+        # One by one: a config.json may tell of more layers than there is memory for their names.
+        pairs = (pair for each in places for pair in zip(each.names, each.shapes, strict=True))
+        for name, shape in pairs:
+            needed.add(name)
             if name not in self.described:
                 raise InputError(
                     f"--input {self.folder}: {name} is missing, which the model of its config.json "

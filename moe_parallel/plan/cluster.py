@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_small
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def one_node(text: str, flag: str = "--node") -> Cluster:
     if text in NODES:
         return Cluster(NODES[text], 1)
     try:
-        described = json.loads(Path(text).read_text())
+        described = parse_json(read_small(Path(text)))
         efficiency = Efficiency(**described.pop("efficiency", {}))
         return Cluster(Node(**described), 1, efficiency)
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -155,7 +155,7 @@ def measured_node(path: Path, node: Node) -> Node:
 
 def _measured_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(read_small(path))
     except (OSError, ValueError) as error:
         raise InputError(f"--measured {path} cannot be read as JSON: {error}") from None
     names = [*(field.name for field in fields(Efficiency)), *TIMES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Latent, Shape, swiglu_weights
 from moe_parallel.plan.software import Software
 from moe_parallel.plan.step_time import StepTime, step_time
+from moe_parallel.reading import parse_json, read_small
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_published(path: Path) -> list[PublishedRun]:
     Raises InputError if it cannot be read.
     """
     try:
-        return [_run(entry) for entry in json.loads(path.read_text())]
+        return [_run(entry) for entry in parse_json(read_small(path))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--published {path} cannot be read: {error!r}") from None
 

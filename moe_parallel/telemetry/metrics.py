@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_lines
 from moe_parallel.telemetry.journal import Journal
 
 METRICS_FILE = "metrics.jsonl"
@@ -143,12 +144,11 @@ def _records(path: Path) -> Iterator[tuple[MetricsLine, int]]:
     """Each record, and the number of bytes up to the end of its line."""
     end = 0
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                end += len(line)
-                record = _record(line, f"{path}: line {number}") if line.strip() else None
-                if record is not None:
-                    yield record, end
+        for number, line in enumerate(read_lines(path), start=1):
+            end += len(line)
+            record = _record(line, f"{path}: line {number}") if line.strip() else None
+            if record is not None:
+                yield record, end
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}: name the folder of a run") from error
 
@@ -156,12 +156,12 @@ def _records(path: Path) -> Iterator[tuple[MetricsLine, int]]:
 def _record(line: bytes, place: str) -> MetricsLine | None:
     """The record; None if the line has no end, so was being written. `place`: for messages."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         if not line.endswith(b"\n"):
             return None
-        raise InputError(f"{place} is not JSON: delete that line") from error
-    if not isinstance(record, dict) or "iteration" not in record:
+        raise InputError(f"{place} is damaged ({error}): delete that line") from error
+    if not isinstance(record, dict) or type(record.get("iteration")) is not int:
         raise InputError(f"{place} has no `iteration`: is it a metrics.jsonl?")
     return record
 

@@ -176,7 +176,7 @@ def test_plot_run_that_cannot_write(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no metrics.jsonl"), ("", "is empty"), ("nonsense\n", "line 1 is not JSON")],
+    [(None, "has no metrics.jsonl"), ("", "is empty"), ("nonsense\n", "line 1 is damaged")],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path, content, message):
     if content is not None:

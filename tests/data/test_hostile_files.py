@@ -1,4 +1,4 @@
-"""Files from elsewhere would run code if they were trusted: one line is printed, no code runs.
+"""Files from elsewhere would run code, or have no end, if they were trusted: one line is printed.
 
 The files of a cache, which can be rebuilt, are in test_index_cache.py and
 similarity/test_scratch.py; folders with code for transformers are in test_tokenizer_files.py and
@@ -43,6 +43,19 @@ def python(marker: Path) -> bytes:
     return f"__import__('os').mkdir({str(marker)!r})\n".encode()
 
 
+def deep(marker: Path) -> bytes:
+    return b"[" * 5_000 + b"]" * 5_000
+
+
+def endless(marker: Path) -> Path:
+    return Path("/dev/zero")
+
+
+def a_pipe(marker: Path) -> Path:
+    os.mkfifo(marker.with_name("pipe"))
+    return marker.with_name("pipe")
+
+
 def reading_data(folder: Path) -> object:
     return check_indexed(str(folder / "data"), 300)
 
@@ -60,7 +73,7 @@ def preprocessing(folder: Path) -> object:
 
 def preprocessing_packed(folder: Path) -> object:
     line = ["--input", folder / "packed", "--output-prefix", folder / "out"]
-    line += ["--tokenizer-model", folder / "tokenizer", "--max-bad", "1"]
+    line += ["--tokenizer-model", folder / "tokenizer"]
     return preprocess_data([str(word) for word in line])
 
 
@@ -100,14 +113,22 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
-@pytest.mark.parametrize("hostile", [pickled, torch_file, tagged_yaml, python])
-@pytest.mark.parametrize(("name", "read"), READERS)
+@pytest.mark.parametrize(
+    ("name", "read", "hostile"),
+    [
+        (*reader, hostile)
+        for reader in READERS
+        for hostile in (pickled, torch_file, tagged_yaml, python, deep, endless, a_pipe)
+        # A pipe or a device that --input names is read as long as it gives text.
+        if reader[0] != "in.jsonl" or hostile not in (endless, a_pipe)
+    ],
+)
 def test_a_hostile_file_runs_nothing_and_is_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
     read: Callable[[Path], Any],
-    hostile: Callable[[Path], bytes],
+    hostile: Callable[[Path], bytes | Path],
 ) -> None:
     marker = tmp_path / "marker"
     bpe = small_bpe()
@@ -115,7 +136,12 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(
     bpe.save(tmp_path / "tokenizer")
     (tmp_path / "in.jsonl").write_text('{"text": "the expert"}\n')
     (tmp_path / "packed").mkdir()
-    (tmp_path / name).write_bytes(hostile(marker))
+    content = hostile(marker)
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(content)
     try:
         code = read(tmp_path)
     except InputError as error:  # every program turns it into one line and exit code 2

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.data.sealed import parse_json, read_sealed, write_sealed
+from moe_parallel.data.sealed import read_sealed, write_sealed
+from moe_parallel.reading import parse_json
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -32,7 +33,9 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
         (b"\xff{}", "not UTF-8 at byte 1"),
         (b'{"a": ', "not JSON at line 1, column"),
         (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 500 + b"]" * 500, "nested too deeply"),
         (b"9" * 5_000, "digits"),
+        *((number, "a number is not finite") for number in (b"[1e400]", b"9" * 400, b"NaN")),
     ],
 )
 def test_json_of_any_kind_is_told_in_one_line(data: bytes, message: str) -> None:

@@ -58,6 +58,36 @@ def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes)
         (tmp_path / name).write_bytes(whole)
 
 
+def huge_id(rules: dict[str, Any]) -> None:
+    rules["model"]["vocab"]["a"] = 10**9
+
+
+def endless_expression(rules: dict[str, Any]) -> None:
+    """Takes 2^40 steps, of which the library tries some, for the text of the test."""
+    rules["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (huge_id, "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most"),
+        (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: simplify"),
+    ],
+)
+def test_rules_without_bounds_are_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    small_bpe().save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(rules)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(InputError, match=message) as told:
+        load_tokenizer(tmp_path).tokenize_all(["a" * 40 + "b"])
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

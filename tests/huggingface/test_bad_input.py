@@ -102,6 +102,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.json": (_remove("config.json"), "config.json: there is no such file"),
     "config.json cut": (_write("config.json", b'{"model_'), "config.json is damaged .not JSON"),
     "config.json a list": (_write("config.json", b"[]"), "config.json is not a configuration"),
+    "config.json deep": (
+        _write("config.json", b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}"), "nested too deeply"
+    ),
+    "a number of 400 digits": (
+        _change_json("config.json", rope_theta=10**400), "is damaged .a number is not finite"
+    ),
+    "endless layers": (
+        _change_json("config.json", num_hidden_layers=10**9), "it must be at most 10000"
+    ),
+    "endless experts": (
+        _change_json("config.json", num_local_experts=10**9), "gate.weight is .*, and by config"
+    ),
     "another family": (_change_json("config.json", model_type="gpt2"), "model_type is gpt2: it"),
     "another number of layers": (
         _change_json("config.json", num_hidden_layers=3),

@@ -119,9 +119,12 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"iteration": 1}\nnonsense\n{"iteration": 2}\n', "line 2 is not JSON"),
+        ('{"iteration": 1}\nnonsense\n{"iteration": 2}\n', "line 2 is damaged"),
         ('{"iteration": 1}\n[1, 2]\n', "line 2 has no `iteration`"),
         ('{"loss": 1}\n', "line 1 has no `iteration`"),
+        ('{"iteration": [1]}\n', "line 1 has no `iteration`"),
+        ("[" * 5_000 + "\n", r"line 1 is damaged \(nested too deeply\): delete that line"),
+        ('{"iteration": 1, "lm_loss": 1e400}\n', "line 1 is damaged"),
     ],
 )
 def test_what_is_not_a_metrics_file(tmp_path, text, message):

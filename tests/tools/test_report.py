@@ -1,13 +1,22 @@
 """The program: its page and its errors, without torch."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.analysis.report.folders import plan_file, run_folder, scaling_folder
+from tests.analysis.report.folders import (
+    analysis_folder,
+    plan_file,
+    run_folder,
+    scaling_folder,
+)
+from tests.analysis.study_folder import make_study, plausible_records, write_cell
 from tools.report import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +59,8 @@ def test_a_page_about_everything(tmp_path, capsys):
     [
         ({}, "has no metrics.jsonl"),
         ({"metrics.jsonl": ""}, "is empty: let the run reach"),
-        ({"metrics.jsonl": "x\n"}, "line 1 is not JSON"),
-        ({"metrics.jsonl": '{"iteration": 1}', "config.yaml": "a: [b"}, "is not YAML"),
+        ({"metrics.jsonl": "x\n"}, "line 1 is damaged"),
+        ({"metrics.jsonl": '{"iteration": 1}', "config.yaml": "a: [b"}, "is not valid YAML"),
         ({"metrics.jsonl": '{"iteration": 1, "lm_loss": 1}'}, "has lines in another form"),
         ({"metrics.jsonl": '{"iteration": 1, "validation": [2]}'}, "has lines in another form"),
         ({"metrics.jsonl": '{"iteration": 1}', "analysis/analysis.json": "{}"}, "fit together"),
@@ -66,6 +75,53 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, write, message):
     said = capsys.readouterr().err
     assert said.startswith("report.py: ") and message in said and said.count("\n") == 1
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run = run_folder(folder / "run", starts=[{"ranks": 1}])
+    (run / "iter_0000300").mkdir()
+    (run / "iter_0000300" / "checkpoint.json").write_text('{"versions": {"n": 1}}')
+    analysis_folder(run / "analysis")
+    study = make_study(folder / "study", ["topk"])
+    write_cell(study.cell("topk", 1), plausible_records("fixed", 1, logged=4))
+    scaling_folder(folder / "scaling")
+    (folder / "plan").mkdir()
+    plan_file(folder / "plan" / "p.json")
+    sources = [run, study.path, folder / "scaling", folder / "plan" / "p.json"]
+    assert main([*map(str, sources), "--output", str(folder / "r.html")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["deep", "large", "a list in itself", "/dev/zero", "a pipe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run/metrics.jsonl", "run/config.yaml", "run/starts.jsonl", "scaling/scaling.csv",
+        "run/iter_0000300/checkpoint.json", "run/analysis/analysis.json", "study/study.json",
+        "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl", "plan/p.json",
+    ],
+)  # fmt: skip
+def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, name, damage):
+    folder = shutil.copytree(whole / Path(name).parts[0], tmp_path / "copy")
+    file = folder / name.partition("/")[2]
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "a pipe":
+        os.mkfifo(file)
+    elif damage == "/dev/zero":
+        file.symlink_to(damage)
+    elif damage == "large":
+        file.write_bytes(re.sub(rb"(?<=[ ,])[0-9]+", b"1" + b"0" * 400, content, count=3))
+    else:
+        file.write_text("[" * 5_000 + "]" * 5_000 if damage == "deep" else "a: &a [*a]")
+    source = file if name == "plan/p.json" else folder
+    code = main([str(source), "--output", str(tmp_path / "r.html")])
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
+    if not code:
+        data_of((tmp_path / "r.html").read_text(encoding="utf-8"))
 
 
 def test_a_run_that_was_only_evaluated(tmp_path, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_small
 
 FORMAT = 1  # version of the JSON file's layout
 
@@ -102,7 +103,7 @@ def write_json(path: Path, about: dict[str, Any], rows: Iterable[BenchRow]) -> N
 def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
     """Read a file of `write_json`. Raises InputError for any other file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_small(path))
         if content["format"] != FORMAT:
             raise InputError(f"{path} has format {content['format']}; this tool reads {FORMAT}")
         rows = [BenchRow.from_json(row) for row in content.pop("rows")]

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_parallel.analysis.report.curves import curves_of, routing_of, tokens_and_hours
 from moe_parallel.analysis.report.findings import findings_of, loads_of
 from moe_parallel.analysis.report.numbers import short
 from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import measures
+from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_lines, read_small
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
@@ -33,7 +33,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
     options, starts = _options(folder), _starts(folder)
     try:
         measured = _measured(records, options)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"{metrics} has lines in another form ({type(error).__name__}: {error}): did "
             "this program write it?"
@@ -81,13 +81,8 @@ def _facts(history: RunHistory, options: RunOptions) -> dict[str, Any]:
 def _options(folder: Path) -> RunOptions:
     """config.yaml; {} if there is none. A file that is not YAML raises InputError."""
     path = folder / CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise InputError(f"{path} is not YAML: repair it, or move it away") from None
-    return {str(k): v for k, v in content.items()} if isinstance(content, dict) else {}
+    content = read_yaml(path, flag="") if path.exists() else {}
+    return {name.replace("_", "-"): value for name, value in content.items()}
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -96,9 +91,9 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_lines(path):
         try:
-            start = json.loads(line)
+            start = parse_json(line)
         except ValueError:  # a process was killed while it wrote
             continue
         if isinstance(start, dict):
@@ -116,7 +111,7 @@ def _command(folder: Path) -> str | None:
 def _versions_of_checkpoint(folder: Path) -> dict[str, Any] | None:
     for path in sorted(folder.glob("iter_*/checkpoint.json"), reverse=True):
         try:
-            versions = json.loads(path.read_text(encoding="utf-8")).get("versions")
+            versions = parse_json(read_small(path)).get("versions")
         except (ValueError, OSError, AttributeError):
             continue
         if isinstance(versions, dict):

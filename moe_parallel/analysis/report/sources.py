@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_small
 from moe_parallel.telemetry.metrics import METRICS_FILE
 
 SCALING = "scaling.csv"
@@ -85,8 +87,11 @@ def _cells(study: Path) -> list[Path]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    try:
+        table = csv.DictReader(io.StringIO(read_small(path).decode("utf-8"), newline=""))
+        rows = [{key: _number(value) for key, value in row.items()} for row in table]
+    except (OSError, ValueError, csv.Error):
+        rows = []
     if not rows or "tokens_per_second" not in rows[0] or "nodes" not in rows[0]:
         raise InputError(f"{path} is not a table of tools/study/scaling.py report: write it again")
     return rows
@@ -94,14 +99,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _number(text: Any) -> Any:
     try:
-        return float(text)
+        return float(text) if math.isfinite(float(text)) else None
     except (TypeError, ValueError):
         return text or None
 
 
 def _plan(path: Path) -> dict[str, Any]:
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = parse_json(read_small(path))
         return {
             "gpus": plan["cluster"]["gpus"],
             "plans": [{name: each[name] for name in PLANNED} for each in plan["plans"]],

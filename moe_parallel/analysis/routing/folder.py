@@ -23,9 +23,12 @@ import numpy as np
 from moe_parallel.analysis.routing.selections import TextSelections
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import open_regular, parse_json, read_small, rows_at_a_time
 
 ANALYSIS_MANIFEST = "analysis.json"
 SELECTIONS, VIEW = "selections", "view"
+
+_MOST_BYTES = 1 << 30  # of a table that is read
 
 #: Rows that are collected before they are written, which bounds the memory.
 ROWS_OF_A_GROUP = 500_000
@@ -46,7 +49,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """analysis.json. Raises InputError if it cannot be read."""
     path = folder / ANALYSIS_MANIFEST
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(read_small(path))
     except (OSError, ValueError):
         facts = None
     if not isinstance(facts, dict):
@@ -58,8 +61,17 @@ def read_table(folder: Path, name: str) -> dict[str, Any]:
     """The columns of a table. Raises InputError if it is missing or damaged."""
     pa, parquet = _pyarrow()
     path = folder / f"{name}.parquet"
+    kept: list[Any] = []
+    size = 0
     try:
-        return dict(parquet.read_table(path).to_pydict())
+        with open_regular(path) as file:
+            opened = parquet.ParquetFile(file)
+            for batch in opened.iter_batches(rows_at_a_time(opened.metadata)):
+                size += batch.nbytes + 8 * batch.num_rows
+                if size > _MOST_BYTES:
+                    raise OSError("it unfolds to gigabytes")
+                kept.append(batch)
+            return dict(pa.Table.from_batches(kept, opened.schema_arrow).to_pydict())
     except (OSError, pa.ArrowException):
         raise InputError(
             f"{path} is missing or damaged: repeat the analysis (tools/analyze.py)"

@@ -12,6 +12,7 @@ import yaml
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_json
 from moe_parallel.telemetry.metrics import METRICS_FILE, read_metrics
 
 FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
@@ -31,10 +32,13 @@ class CellFolder:
     @staticmethod
     def read_all(study: Path) -> list[CellFolder]:
         """The cells that were ever written, by number of nodes."""
-        found = [
-            CellFolder(file.parent, ScalingCell(**json.loads(file.read_text())))
-            for file in study.glob("*/cell.json")
-        ]
+        remedy = ": restore it, or move its folder away"
+        found = []
+        for file in study.glob("*/cell.json"):
+            try:
+                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, remedy))))
+            except TypeError:
+                raise InputError(f"{file} is not a cell of a study{remedy}") from None
         return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
 
     @property

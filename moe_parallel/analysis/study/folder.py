@@ -24,6 +24,7 @@ from moe_parallel.analysis.study.sweep import lr_options
 from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_lines, read_small
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
 STUDY_MANIFEST = "study.json"
@@ -122,13 +123,15 @@ class StudyManifest:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> StudyManifest:
-        content = json.loads(text)
+    def from_json(cls, data: bytes) -> StudyManifest:
+        content = parse_json(data)
         content["contenders"] = {
             name: Contender(**contender) for name, contender in content["contenders"].items()
         }
         if isinstance(content["seeds"], list):  # of an earlier version, the same for all
             content["seeds"] = dict.fromkeys(content["contenders"], content["seeds"])
+        if not all(type(seed) is int for seeds in content["seeds"].values() for seed in seeds):
+            raise TypeError("seeds")
         content["design"] = StudyDesign.from_json(content.get("design", {}))
         return cls(**content)
 
@@ -171,7 +174,10 @@ class Cell:
         path = self.folder / "attempts.jsonl"
         if not path.is_file():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        try:
+            return [parse_json(line) for line in read_lines(path) if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{path} is damaged ({error}): move it away") from None
 
     def add_attempt(self, attempt: dict[str, Any]) -> None:
         with (self.folder / "attempts.jsonl").open("a") as file:
@@ -200,8 +206,8 @@ class StudyFolder:
                 )
             return None
         try:
-            return StudyManifest.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, TypeError, KeyError, OSError):
+            return StudyManifest.from_json(read_small(path))
+        except (ValueError, TypeError, LookupError, AttributeError, OSError):
             raise InputError(f"{path} cannot be read: name another folder, or repair it") from None
 
     def cell(self, contender: str, seed: int) -> Cell:

@@ -52,7 +52,8 @@ def find_inputs(words: Sequence[str], flag: str = "--input") -> list[InputFile]:
     taken from a folder only if it has no records, because text next to records describes them.
 
     Raises:
-        InputError: a word that names nothing, a folder without text, or a file that is named twice.
+        InputError: a word that names nothing, a folder without text, a file that is named twice, or
+            a pipe or device that is found in a folder and not named.
     """
     found = [each for word in words for each in _of_word(word, flag)]
     seen: set[str] = set()
@@ -61,6 +62,8 @@ def find_inputs(words: Sequence[str], flag: str = "--input") -> list[InputFile]:
         if place in seen:
             raise InputError(f"{flag} names {each.path} twice: name each file once")
         seen.add(place)
+        if each.size is None and each.path not in map(Path, words):
+            raise InputError(f"{each} is not a regular file: take it away, or name it as {flag}")
     return found
 
 

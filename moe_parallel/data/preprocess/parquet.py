@@ -7,8 +7,9 @@ from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.records import quoted_names
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import rows_at_a_time
 
-# Text that is read at a time, by the sizes in the file's own metadata, and rows at most.
+# Text and rows of a batch, at most.
 _BATCH = 2**19
 _ROWS = 1024
 _BUFFER = 2**20
@@ -21,8 +22,8 @@ def read_columns(
 
     `names`: of columns; "a.b" is also the field b of the column a.
 
-    The memory is that of some pages of the file, not of a row group. Values are not checked to be
-    UTF-8; None is null.
+    The memory is that of some pages of the file, not of a row group, and of MOST_OF_ROWS bytes.
+    Values are not checked to be UTF-8; None is null.
 
     Raises:
         InputError: pyarrow is not installed; the file is damaged, or lacks a column with text.
@@ -35,12 +36,22 @@ def read_columns(
                 _check_column(arrow, opened.schema_arrow, name, file)
             done, rows = 0, opened.metadata.num_rows
             batches = opened.iter_batches(
-                batch_size=_rows_at_a_time(opened.metadata), columns=list(names), use_threads=False
+                batch_size=rows_at_a_time(opened.metadata), columns=list(names), use_threads=False
             )
+            waiting: list[tuple[bytes | None, ...]] = []
+            size = 0
             for batch in batches:
-                done += batch.num_rows
-                if batch.num_rows:
-                    yield [_values(arrow, _column(batch, name)) for name in names], done / rows
+                columns = [_values(arrow, _column(batch, name)) for name in names]
+                for row in zip(*columns, strict=True):
+                    length = sum(len(value or b"") for value in row)
+                    if waiting and (size + length > _BATCH or len(waiting) == _ROWS):
+                        yield [list(column) for column in zip(*waiting, strict=True)], done / rows
+                        waiting, size = [], 0
+                    waiting.append(row)
+                    size += length
+                    done += 1
+            if waiting:
+                yield [list(column) for column in zip(*waiting, strict=True)], done / rows
             if done != rows:
                 raise InputError(f"{file} is damaged ({done:,} rows of {rows:,}): get it again")
     except (arrow.ArrowException, OSError) as error:
@@ -96,9 +107,3 @@ def _values(arrow: Any, column: Any) -> list[bytes | None]:
         column = column.dictionary_decode()
     large = arrow.types.is_large_string(column.type) or arrow.types.is_large_binary(column.type)
     return column.cast(arrow.large_binary() if large else arrow.binary()).to_pylist()
-
-
-def _rows_at_a_time(metadata: Any) -> int:
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    longest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
-    return max(1, min(_ROWS, int(_BATCH / max(1, longest))))

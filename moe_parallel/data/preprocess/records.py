@@ -190,7 +190,8 @@ def _utf8(value: bytes, where: str = "") -> str:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8{where} (byte {error.start + 1})") from None
+        remedy = "convert it, as iconv -f latin1 -t utf-8 does"
+        raise InputError(f"not UTF-8{where} (byte {error.start + 1}): {remedy}") from None
 
 
 def quoted_names(names: Sequence[str]) -> str:

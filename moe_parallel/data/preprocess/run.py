@@ -105,7 +105,10 @@ class BadRecords:
         self.count += 1
         if self.count > self._most:
             many = f"more than --max-bad {self._most} bad records: " if self._most else ""
-            raise InputError(f"{many}{file} {unit} {bad.number}: {bad.reason}")
+            raise InputError(
+                f"{many}{file} {unit} {bad.number}: {bad.reason}; --max-bad N leaves up to N bad "
+                "records out"
+            )
         if self._path is not None:
             entry = {"file": str(file.path), unit: bad.number, "reason": bad.reason}
             with self._path.open("a", encoding="utf-8") as stream:

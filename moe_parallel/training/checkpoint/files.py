@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import Damaged
+from moe_parallel.reading import open_regular
 from moe_parallel.training.checkpoint.folder import RECORD, other_checkpoints
 from moe_parallel.training.checkpoint.index import TENSOR_INDEX, data_files, read_index
 from moe_parallel.training.checkpoint.tensors import COMMON
@@ -81,7 +82,7 @@ def torn(checkpoint: Path, what: str) -> Damaged:
 
 def _crc32(path: Path) -> int:
     crc = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc

@@ -6,6 +6,7 @@ checkpoint must be harmless, so only the classes of an index may be named in it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 import pickle
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_parallel.collective_errors import StorageError
+from moe_parallel.reading import open_regular
 
 TENSOR_INDEX = ".metadata"
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -60,7 +62,21 @@ _PARTS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python: the one in C allocates what a pickle tells it to, and an instruction
+    that sets the attributes of an object may be given a class."""
+
+    stack: list[Any]
+    dispatch = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # would allocate, too
+
+    def load_build(self) -> None:
+        kind = type(self.stack[-2])
+        _demand(dataclasses.is_dataclass(kind), f"it sets attributes of a {kind.__name__}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _PARTS[module, name]
@@ -76,7 +92,7 @@ def read_index(folder: Path) -> Metadata:
     Raises:
         StorageError: it cannot be read, or is not an index.
     """
-    with (folder / TENSOR_INDEX).open("rb") as file:
+    with open_regular(folder / TENSOR_INDEX) as file:
         try:
             index = _Unpickler(file).load()
             _check(index)

@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from moe_parallel.data.sealed import parse_json, read_sealed
+from moe_parallel.data.sealed import read_sealed
 from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_small
 from moe_parallel.training.checkpoint.files import check_content, check_sizes, torn
 from moe_parallel.training.checkpoint.folder import RECORD, checkpoint_name, iteration_in_name
 
@@ -125,7 +126,7 @@ def checked_file(checkpoint: Path, name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     """A record of either format; raises ValueError, OSError."""
-    record = parse_json(path.read_bytes())
+    record = parse_json(read_small(path))
     is_unsealed = (
         isinstance(record, dict) and record.get("format") == UNSEALED and "checksum" not in record
     )

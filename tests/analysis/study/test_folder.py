@@ -22,7 +22,7 @@ def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[StudyManifest, S
 def test_the_manifest_is_read_back_as_it_was_written(tmp_path: Path):
     study = make_study(tmp_path / "study", ["topk", "dense"], overrides={"topk": {"lr": "1e-3"}})
     manifest = study.manifest()
-    assert StudyManifest.from_json(manifest.to_json()) == manifest
+    assert StudyManifest.from_json(manifest.to_json().encode()) == manifest
     assert manifest.contenders["topk"].config.optimizer.lr == 1e-3
     assert manifest.seeds == {"topk": [1, 2], "dense": [1, 2]}
 
@@ -39,7 +39,7 @@ def test_a_run_has_its_seed_and_folder_and_what_the_study_has_set(tmp_path: Path
     assert (config.training.seed, config.checkpoint.save) == (9, str(pilot.folder))
     assert (config.training.train_iters, config.optimizer.lr) == (30, 0.01)
     assert (config.optimizer.min_lr, pilot.folder.name) == (1e-3, "lr-0.01")
-    assert StudyManifest.from_json(manifest.to_json()) == manifest
+    assert StudyManifest.from_json(manifest.to_json().encode()) == manifest
 
 
 def test_a_manifest_without_a_design_is_read(tmp_path: Path):
@@ -48,7 +48,7 @@ def test_a_manifest_without_a_design_is_read(tmp_path: Path):
     for name in ("design", "fitted", "tuned", "python"):
         del content[name]
     content["seeds"] = [1, 2]
-    assert StudyManifest.from_json(json.dumps(content)) == manifest
+    assert StudyManifest.from_json(json.dumps(content).encode()) == manifest
 
 
 def test_cells_go_seed_by_seed(tmp_path: Path):

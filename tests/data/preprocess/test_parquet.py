@@ -94,6 +94,20 @@ def test_long_texts_come_a_few_at_a_time(tmp_path: Path) -> None:
     assert max(map(len, batches)) <= 5
 
 
+def test_a_text_that_all_rows_share_is_read_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = pyarrow.array(["x" * 2**20]).dictionary_encode().take([0] * 60)
+    path = write(tmp_path / "in", {"text": texts}, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 2**10
+    monkeypatch.setattr("moe_parallel.reading.MOST_OF_ROWS", 2**23)
+    before, rows = pyarrow.total_allocated_bytes(), 0
+    for (values,), _ in read_columns(opened(path), ["text"]):
+        rows += len(values)
+        assert len(values) == 1 and pyarrow.total_allocated_bytes() - before < 2**25
+    assert rows == 60
+
+
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     assert read(write(tmp_path / "in", {"text": pyarrow.array([], pyarrow.string())}), "text") == [
         []

@@ -3,6 +3,7 @@ import pytest
 from moe_parallel.data.preprocess.records import Bad, Columns, Lines, PlainText, Record, Rows
 
 TEXT = Columns(("text",))
+CONVERT = "convert it, as iconv -f latin1 -t utf-8 does"
 
 
 @pytest.mark.parametrize(
@@ -14,8 +15,8 @@ TEXT = Columns(("text",))
         (b"{}", "no key 'text' (its keys: none): see --json-keys"),
         (b'{"text": 7}', "int, not text, under 'text'"),
         (b'{"text": null}', "NoneType, not text, under 'text'"),
-        (b'{"text": "\xff"}', "not UTF-8 (byte 11)"),
-        ('{"text": "a"}'.encode("utf-16"), "not UTF-8 (byte 1)"),
+        (b'{"text": "\xff"}', f"not UTF-8 (byte 11): {CONVERT}"),
+        ('{"text": "a"}'.encode("utf-16"), f"not UTF-8 (byte 1): {CONVERT}"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"text": ' + b"9" * 5_000 + b"}", "a number with too many digits"),
     ],
@@ -40,7 +41,7 @@ def test_texts_come_in_the_order_of_the_keys() -> None:
     rows = Rows(3, "d", [[b"a", b"\xff"], [b"b", b"b"], [b"web", None]])
     assert list(rows.records(columns)) == [
         Record(3, ["a", "b"], "web"),
-        Bad(4, "not UTF-8 under 'title' (byte 1)"),
+        Bad(4, f"not UTF-8 under 'title' (byte 1): {CONVERT}"),
     ]
 
 
@@ -69,4 +70,6 @@ def test_keys_of_inner_objects() -> None:
 def test_plain_text_is_one_document_under_any_key() -> None:
     columns = Columns(("body",), domain="source")
     assert list(PlainText("d", b"a\r\nb\n").records(columns)) == [Record(1, ["a\r\nb\n"], "d")]
-    assert list(PlainText("d", b"ab\xff").records(columns)) == [Bad(1, "not UTF-8 (byte 3)")]
+    assert list(PlainText("d", b"ab\xff").records(columns)) == [
+        Bad(1, f"not UTF-8 (byte 3): {CONVERT}")
+    ]

@@ -212,6 +212,23 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
     assert not bad.exists()
 
 
+def test_a_file_that_is_not_utf_8_has_two_ways_out(tmp_path: Path) -> None:
+    texts = as_files(tmp_path / "texts")
+    latin = texts / "150.txt"
+    latin.write_bytes("façade".encode("latin-1"))
+    with pytest.raises(InputError) as told:
+        preprocess(work(tmp_path, texts), no_progress)
+    assert str(told.value) == (
+        f"--input {latin} document 1: not UTF-8 (byte 3): convert it, as iconv -f latin1 -t utf-8 "
+        "does; --max-bad N leaves up to N bad records out"
+    )
+    lines = preprocess(work(tmp_path, texts, max_bad=1), no_progress)
+    assert lines[-1] == f"{tmp_path}/out/my_bad.jsonl: 1 bad record, left out"
+    latin.write_bytes(latin.read_bytes().decode("latin-1").encode())
+    (line,) = preprocess(work(tmp_path, texts, overwrite=True), no_progress)
+    assert f"{sum(map(bool, TEXTS)) + (not TEXTS[150])} documents" in line
+
+
 def test_a_record_is_bad_if_one_of_its_texts_is(tmp_path: Path) -> None:
     texts = ["1 2", "3"], ["4", "x"], ["y", "5"], ["6", "7 8"]
     source = write(tmp_path / "in.jsonl", *({"a": a, "b": b} for a, b in texts))

@@ -138,6 +138,31 @@ def test_no_other_attribute_is_read(tmp_path):
     assert "it asks <class 'torch.Size'> for '__class__'" in _refused(tmp_path, call)
 
 
+_METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+@pytest.mark.parametrize(
+    ("thing", "kind"),
+    [
+        (_METADATA + b"Metadata\n", "type"),
+        (_METADATA + b"_MEM_FORMAT_ENCODING\n", "EnumType"),
+        (_METADATA + b"_MEM_FORMAT_ENCODING\n(I0\ntR", "_MEM_FORMAT_ENCODING"),
+        (b"ctorch.serialization\n_get_layout\n", "function"),
+    ],
+)
+def test_no_attribute_of_a_part_is_set(tmp_path, thing, kind):
+    call = b"\x80\x02" + thing + b"N}X\x06\0\0\0markedK\x01s\x86b."
+    assert f"it sets attributes of a {kind}" in _refused(tmp_path, call)
+    assert not hasattr(Metadata, "marked")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02]r\xff\xff\xff\x7f.", b"\x96" + b"\0" * 7 + b"\x7f."]
+)
+def test_an_index_allocates_no_more_than_it_has(tmp_path, content):
+    _refused(tmp_path, content)
+
+
 def _may_run_code(call):
     name = ast.unparse(call.func)
     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}

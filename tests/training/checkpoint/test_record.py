@@ -1,6 +1,7 @@
 """checkpoint.json: damage of any kind gives one line, and no other content is accepted."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -92,17 +93,27 @@ def test_every_truncation_is_one_line(tmp_path):
         b"9" * 5000,
         b"[" * 100_000,
         b'{"format": ' * 100_000,
+        b'{"format": 2, "layout": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"format": 1e400}',
         b'{"format": true}',
         b'{"format": 1}',
         b'{"format": 1.0}',
         b'{"format": 2, "checksum": null}',
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_what_is_no_record_is_one_line(tmp_path, text):
     path = _checkpoint(tmp_path)
     (path / "checkpoint.json").write_bytes(text)
     assert "the checkpoint is incomplete or damaged: checkpoint.json is " in _error(path)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "/dev/zero"])
+def test_a_record_without_end_is_one_line(tmp_path, kind):
+    record = _checkpoint(tmp_path) / "checkpoint.json"
+    record.unlink()
+    os.mkfifo(record) if kind == "a pipe" else record.symlink_to(kind)
+    assert "checkpoint.json is missing or unreadable" in _error(record.parent)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path):
