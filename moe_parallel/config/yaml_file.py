@@ -14,7 +14,7 @@ from moe_parallel.config.option import number
 from moe_parallel.errors import InputError
 from moe_parallel.reading import read_small
 
-_BYTES_MAX = 1 << 20  # far above any configuration
+_BYTES_MAX, _LEVELS_MAX = 1 << 20, 50  # far above any configuration
 
 
 class _Loader(yaml.SafeLoader):
@@ -26,9 +26,15 @@ class _Loader(yaml.SafeLoader):
     are endless.
     """
 
+    _level = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         alias = self.check_event(yaml.AliasEvent)
+        self._level += 1
+        if self._level > _LEVELS_MAX:
+            raise ValueError("it is nested too deeply")
         node = super().compose_node(parent, index)
+        self._level -= 1
         if alias and not isinstance(node, yaml.ScalarNode):
             raise ValueError("an alias stands for a list or a map: write it out")
         return node
@@ -64,8 +70,6 @@ def read_yaml(path: Path, flag: str = "--config ") -> dict[str, Any]:
         loader = _Loader(text)
         node = loader.get_single_node()
         content = None if node is None else loader.construct_document(node)
-    except RecursionError:
-        raise InputError(f"{file} is not valid YAML: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
     except (AttributeError, LookupError, TypeError):  # PyYAML, for a wrong tag

@@ -33,6 +33,7 @@ import numpy as np
 
 from moe_parallel.data.atomic_files import flush_to_disk, write_atomically
 from moe_parallel.errors import InputError
+from moe_parallel.reading import open_regular
 
 TRACE, REPLAY = "--moe-router-trace", "--moe-router-replay"
 _VERSION = 2
@@ -134,7 +135,7 @@ def _parse(file: Path) -> tuple[TraceShape, TraceStep]:
     """Raises OSError, and ValueError with the reason."""
     names = ("version", "num_experts", "layers", "text", "experts")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with open_regular(file) as opened, np.load(opened, allow_pickle=False) as arrays:
             version, num_experts, layers, text_N, experts_LNSK = (arrays[name] for name in names)
     except KeyError as error:
         raise ValueError(f"it has not the arrays {', '.join(names)}") from error

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_parallel.reading import open_regular
+
 
 class Scratch:
     """A folder of arrays, each named by what it was computed from."""
@@ -60,6 +62,7 @@ class Scratch:
 def _found(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None:
     """The array in a file; None if there is no such file, or its content is something else."""
     try:
+        open_regular(path).close()
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):
         return None
