@@ -16,7 +16,7 @@ from typing import Any
 from moe_parallel.config.message import shown
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, is_text, read_config
 from moe_parallel.errors import InputError
-from moe_parallel.reading import read_json
+from moe_parallel.reading import read_json, read_small
 
 GENERATION_FILE = "generation_config.json"
 TEMPLATE = "chat_template"
@@ -120,9 +120,11 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_small(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is damaged (not UTF-8 at byte {error.start + 1})") from None
+    except ValueError as error:
+        raise InputError(f"{path} is {error}: fetch it again") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
 

@@ -277,16 +277,6 @@ def test_wrong_files(file: Path, text: str, problem: str) -> None:
     assert message_of(file, text)
 
 
-def test_a_value_that_grows_when_it_is_shown(file: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
-    text = "\n".join([*lines, "num-layers: *a11"])
-    assert "an alias stands for a list" in message_of(file, text)
-    with pytest.raises(InputError) as caught:
-        make_config({"num_layers": yaml.safe_load(text)["a11"]})
-    assert len(str(caught.value)) < 2000
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     def message_for(path: Path | str) -> str:
         with pytest.raises(InputError) as caught:

@@ -127,6 +127,7 @@ def test_a_file_that_cannot_be_read_is_told(
 ) -> None:
     prefix = tmp_path / "data"
     write_indexed(prefix, DOCUMENTS, 10)
+    Path(f"{prefix}.manifest.json").unlink()
 
     def closed(path: str, *_: object) -> None:  # root can read a file without permissions
         raise PermissionError(errno.EACCES, "Permission denied", path)

@@ -52,7 +52,8 @@ def test_a_word_that_is_no_token_is_one_line_and_code_2(tmp_path: Path, word: st
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         f"error: --input {source} line 2: --tokenizer-type NullTokenizer reads numbers from 0 to 8 "
-        f"(--vocab-size 9), not '{word}': raise --vocab-size, or name another tokenizer\n"
+        f"(--vocab-size 9), not '{word}': raise --vocab-size, or name another tokenizer; "
+        "--max-bad N leaves up to N bad records out\n"
     )
     assert list(tmp_path.iterdir()) == [source]
 
