@@ -6,7 +6,6 @@ the same samples for every number of ranks and every micro-batch size, and train
 any layout from the number of samples consumed.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,40 +43,39 @@ def batches(
         yield _stack([dataset[i] for i in range(first, first + micro_batch_size)])
 
 
+def evaluation_sizes(count: int, micro_batch_size: int, data_parallel_size: int) -> list[int]:
+    """The sizes of the micro-batches of an evaluation of `count` samples, those of all ranks alike.
+
+    No micro-batch has both samples and padding, so routing that is counted by micro-batches leaves
+    padding out: the last samples are dealt in smaller micro-batches, in the end one a rank.
+    """
+    whole, rest = divmod(count, micro_batch_size * data_parallel_size)
+    even, odd = divmod(rest, data_parallel_size)
+    return [micro_batch_size] * whole + [even] * (even > 0) + [1] * (odd > 0)
+
+
 def evaluation_batches(
     dataset: Any,
     *,
     samples: int | None = None,
-    micro_batch_size: int,
+    sizes: Sequence[int],
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[NamedTensors]:
     """Samples 0 to samples - 1, once each, distributed over the ranks; by default all samples.
 
-    Every rank yields evaluation_steps(...) batches, because the model contains collectives. Places
-    after the last sample contain sample 0 with a loss mask of zeros.
+    Every rank yields a micro-batch of each of the `sizes`, because the model contains collectives.
+    Places after the last sample contain sample 0 with a loss mask of zeros.
     """
-    count = _count(dataset, samples)
-    steps = evaluation_steps(
-        dataset,
-        samples=samples,
-        micro_batch_size=micro_batch_size,
-        data_parallel_size=data_parallel_size,
-    )
-    for step in range(steps):
-        first = (step * data_parallel_size + data_parallel_rank) * micro_batch_size
-        places = range(first, first + micro_batch_size)
+    count, first = sample_count(dataset, samples), 0
+    for size in sizes:
+        places = range(first + data_parallel_rank * size, first + (data_parallel_rank + 1) * size)
         yield _stack([dataset[i] if i < count else _masked(dataset[0]) for i in places])
+        first += size * data_parallel_size
 
 
-def evaluation_steps(
-    dataset: Any, *, samples: int | None = None, micro_batch_size: int, data_parallel_size: int
-) -> int:
-    """The number of batches that evaluation_batches yields on each rank."""
-    return math.ceil(_count(dataset, samples) / (micro_batch_size * data_parallel_size))
-
-
-def _count(dataset: Any, samples: int | None) -> int:
+def sample_count(dataset: Any, samples: int | None) -> int:
+    """The number of samples that an evaluation of `samples` reads; None: of all."""
     return len(dataset) if samples is None else min(samples, len(dataset))
 
 

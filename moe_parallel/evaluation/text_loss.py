@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_parallel.config import TrainingConfig
-from moe_parallel.data.sampler import evaluation_batches, evaluation_steps
+from moe_parallel.data.sampler import evaluation_batches, evaluation_sizes, sample_count
 from moe_parallel.model.forward import Batch, Reported, run_micro_batches
 from moe_parallel.parallel import Groups
+from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def measure_text_loss(
     groups: Groups,
     samples: int | None = None,
     first_part: int | None = None,
+    statistics: RoutingStatistics | None = None,
 ) -> TextLoss:
     """Evaluate the model on the first `samples` samples of a dataset (None: on all). Collective.
 
@@ -62,6 +65,7 @@ def measure_text_loss(
         groups: the layout.
         samples: the number of samples; the same on every rank.
         first_part: the number of first tokens of a sequence that `later` omits; None: no `later`.
+        statistics: of the model, to count the samples alone and no padding; None: nobody reads it.
     """
 
     def count(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
@@ -76,19 +80,31 @@ def measure_text_loss(
 
     for chunk in chunks:
         chunk.eval()
-    share = {
-        "micro_batch_size": training.micro_batch_size,
-        "data_parallel_size": groups.dp.size(),
-    }
-    steps = evaluation_steps(dataset, samples=samples, **share)
-    if len(chunks) > 1:  # the interleaved schedule needs complete rounds of the pipeline
-        steps = -(-steps // groups.pp.size()) * groups.pp.size()
+    dp = groups.dp
+    count_of_samples = sample_count(dataset, samples)
+    sizes = evaluation_sizes(count_of_samples, training.micro_batch_size, dp.size())
     stream = evaluation_batches(
-        dataset, samples=samples, data_parallel_rank=groups.dp.rank(), **share
+        dataset,
+        samples=samples,
+        sizes=sizes,
+        data_parallel_rank=dp.rank(),
+        data_parallel_size=dp.size(),
     )
-    reported = run_micro_batches(
-        chunks, _padded(stream), training, steps, count, forward_only=True, cp=groups.cp
-    )
+    reported: list[Reported] = []
+    for size, equal in groupby(sizes):
+        steps = rounds = len(list(equal))
+        if len(chunks) > 1:  # the interleaved schedule needs complete rounds of the pipeline
+            steps = -(-rounds // groups.pp.size()) * groups.pp.size()
+        reported += run_micro_batches(
+            chunks,
+            _padded(islice(stream, rounds)),
+            replace(training, micro_batch_size=size),
+            steps,
+            count,
+            forward_only=True,
+            cp=groups.cp,
+            statistics=statistics,
+        )
     total = torch.zeros(6, dtype=torch.float64, device=bytes_per_token_V.device)
     if reported and groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
         total += torch.stack([report["sums"] for report in reported]).sum(0)

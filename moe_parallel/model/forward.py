@@ -18,6 +18,7 @@ from moe_parallel.config import TrainingConfig
 from moe_parallel.copies import copied_to
 from moe_parallel.model.attention import own_documents
 from moe_parallel.selection.shares import positions, take, zigzag
+from moe_parallel.telemetry.statistics import RoutingStatistics
 
 Batch = Mapping[str, torch.Tensor]
 Reported = dict[str, torch.Tensor]
@@ -33,6 +34,7 @@ def run_micro_batches(
     *,
     forward_only: bool,
     cp: dist.ProcessGroup | None = None,
+    statistics: RoutingStatistics | None = None,
 ) -> list[Reported]:
     """All micro-batches of a step through all pipeline stages, and backward unless `forward_only`.
 
@@ -51,6 +53,7 @@ def run_micro_batches(
         forward_only: no gradients.
         cp: the ranks that share the sequences of a micro-batch, which they all read. None: this one
             has them alone.
+        statistics: of the model, which then do not count a micro-batch of padding alone.
 
     Returns the reported values of each micro-batch; [] except on the last pipeline stage.
     """
@@ -63,6 +66,8 @@ def run_micro_batches(
         mine = share_of(on_host, cp)
         batch = {name: copied_to(device, tensor) for name, tensor in mine.items()}
         documents = own_documents(on_host["position_ids"], training)
+        if statistics is not None:
+            statistics.is_padding = not on_host["loss_mask"].any()
         output = chunk(
             batch["tokens"],
             batch["position_ids"],

@@ -385,6 +385,7 @@ class RoutingStatistics:
         self.training = RoutingTotals.zeros(num_layers, num_experts, device)
         self.evaluation = RoutingTotals.zeros(num_layers, num_experts, device)
         self._evaluating = False
+        self.is_padding = False  # whether an evaluation runs a micro-batch without a sample
 
     def layer(self, layer_number: int) -> LayerStatistics:
         """The statistics of the layer with this global number (from 1, as in Megatron-Core)."""
@@ -394,7 +395,7 @@ class RoutingStatistics:
     def recipient(self) -> RoutingTotals | None:
         """The totals that count the current forward pass; None in the first run of a recompute."""
         if self._evaluating:
-            return self.evaluation
+            return None if self.is_padding else self.evaluation
         return self.training if torch.is_grad_enabled() else None
 
     @contextlib.contextmanager
@@ -405,4 +406,4 @@ class RoutingStatistics:
         try:
             yield self.evaluation
         finally:
-            self._evaluating = False
+            self._evaluating = self.is_padding = False

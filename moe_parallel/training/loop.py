@@ -157,6 +157,7 @@ class Loop:
                     self.engine.groups,
                     samples,
                     self.config.first_part,
+                    self.engine.statistics,
                 )
             texts[domain] = text
             readings[domain] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -29,7 +30,7 @@ from moe_parallel.analysis.routing.vocabulary import Vocabulary
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import atomic_folder
-from moe_parallel.data.sampler import evaluation_batches
+from moe_parallel.data.sampler import evaluation_batches, sample_count
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.given_text import text_batches
@@ -200,7 +201,7 @@ def _texts(
             evaluation_batches(
                 dataset,
                 samples=options.samples,
-                micro_batch_size=size,
+                sizes=[size] * math.ceil(sample_count(dataset, options.samples) / size),
                 data_parallel_rank=0,
                 data_parallel_size=1,
             ),
