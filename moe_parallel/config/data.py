@@ -27,7 +27,11 @@ class DataConfig(Section):
         "weight prefix weight prefix ...; none: the embedded corpus, the text of the Python "
         "installation",
     )
-    split: str = option("969,30,1", "proportions of --data-path for training, validation and test")
+    split: str = option(
+        "969,30,1",
+        "proportions of --data-path for training, validation and test; their documents are drawn "
+        "with a fixed seed, the same in every run",
+    )
     tokenizer_type: str = option(
         "ByteLevelBPE", "ByteLevelBPE, HuggingFaceTokenizer or SentencePieceTokenizer"
     )

@@ -1,31 +1,34 @@
-"""Training and validation data through Megatron-Core's GPTDataset and BlendedDataset.
+"""Training and validation data through Megatron-Core's GPTDataset.
 
 Every rank builds the datasets, which are memory maps. Rank 0 goes first and writes the indices (the
 document and token at which each sample starts); the other ranks then find them.
 
 The training stream depends only on the sources, --seq-length, --seed and the number of samples. It
 depends neither on the layout of the ranks nor on how often training was stopped. As in Megatron,
-another number of samples (--train-iters) gives another order.
+another number of samples (--train-iters) gives another order, but a stream can be extended: all its
+samples keep their places, and those that follow first complete the epochs that were begun.
+
+Held-out samples and their order depend on the sources and --seq-length alone.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.helpers import build_blending_indices
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split, normalize
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from moe_parallel.collective_errors import rank_0_first
 from moe_parallel.data.index_cache import IndexCache
@@ -43,26 +46,37 @@ class Datasets:
 
     Attributes:
         train: the blend, with at least the requested number of samples, in the order of training.
-        train_domains: the datasets that `train` blends.
+        train_domains: the datasets that `train` blends, without extensions.
         valid: the held-out text of each domain. Every token is a label exactly once, except the
             very first, which no token precedes. The order is shuffled and fixed, so that the first
             n samples are a fair sample. The last sample is padded with masked tokens. A domain
             to which --split gives no validation text is absent.
         warnings: one line each, for the user; rank 0 has all of them.
+        first: the samples that the run had consumed before those of `train`.
     """
 
-    train: torch.utils.data.Dataset
+    train: Dataset
     train_domains: dict[str, GPTDataset]
     valid: dict[str, GPTDataset]
     warnings: tuple[str, ...] = ()
+    first: int = 0
+
+
+#: Of the division by --split and the order of held-out samples, whatever --seed is.
+_SEED_OF_SIDES = 1234
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """The number of tokens of a source per side; None: --split asks for no validation."""
+class _Part:
+    """The part of a file that one side of a source reads: its sequences, int32, ascending."""
 
-    train: int
-    valid: int | None
+    prefix: str
+    file: IndexedDataset
+    sequences_N: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return int(self.file.sequence_lengths[self.sequences_N].sum(dtype=int))
 
 
 def build_datasets(
@@ -74,6 +88,7 @@ def build_datasets(
     seed: int,
     cache_folder: Path,
     restart_positions: bool = False,
+    extends: Sequence[int] = (),
 ) -> Datasets:
     """Build the training blend and each domain's validation; called by every rank.
 
@@ -85,9 +100,10 @@ def build_datasets(
         tokenizer: the tokenizer that wrote the data.
         seq_length: tokens per sample.
         train_samples: samples that training will use, >= 1; text is repeated as needed.
-        seed: of the shuffles.
+        seed: of the shuffles of the training text.
         cache_folder: the folder in which indices are cached.
         restart_positions: whether position_ids begin at 0 in every document, not only in a sample.
+        extends: the smaller numbers of samples for which the stream was built before, ascending.
 
     Raises:
         InputError: files as in check_indexed; data of another tokenizer or for another sequence
@@ -95,30 +111,62 @@ def build_datasets(
             written.
     """
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
-    sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
-    weights = _weights(sources, sizes)
+    parts = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
+    weights = _weights(sources, [train.tokens for train, _ in parts])
     # 0.5% more than the share, as in Megatron, because a blend of complete samples overshoots.
-    shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
-    key = _cache_key(sources, tokenizer, seq_length, shares, seed)
-    train_domains: dict[str, GPTDataset] = {}
-    valid: dict[str, GPTDataset] = {}
-    cache = IndexCache(cache_folder / f"indices-{key}")
-    with cache.opened():
-        for source, share, size in zip(sources, shares, sizes, strict=True):
-            config = _config(source, tokenizer, seq_length, seed, cache.folder, restart_positions)
-            builder = BlendedMegatronDatasetBuilder(
-                GPTDataset, [share, None, None], lambda: True, config
-            )
-            train_side, valid_side, _ = builder.build()
-            train_domains[source.domain] = train_side
-            if size.valid is not None:
-                # Megatron would use the first sample's loss mask for all others. If the padded
-                # last sample were read first, its padding would be masked in every sample.
-                valid_side.masks_and_position_ids_are_cacheable = False
-                valid[source.domain] = valid_side
+    shares = [
+        [1 + math.ceil(1.005 * weight * end) for end in (*extends, train_samples)]
+        for weight in weights
+    ]
+    cache = IndexCache(
+        cache_folder / f"indices-{_cache_key(sources, tokenizer, seq_length, shares, seed)}"
+    )
+
+    def dataset(part: _Part, side: Split, samples: int | None, seed: int) -> GPTDataset:
+        config = GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=seq_length,
+            path_to_cache=str(cache.folder),
+            tokenizer=tokenizer,
+            reset_position_ids=restart_positions,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            drop_last_partial_validation_sequence=False,
+            blend=([part.prefix], None),
+            split="1",  # of the sequences of the part
+        )
+        return GPTDataset(part.file, part.prefix, part.sequences_N, samples, side, config)
+
+    def extended(part: _Part, ends: Sequence[int]) -> list[GPTDataset]:
+        """One dataset for each end that those before do not reach. Each has whole epochs."""
+        found: list[GPTDataset] = []
+        for end in ends:
+            missing = end - sum(map(len, found))
+            if missing > 0:
+                found.append(dataset(part, Split.train, missing, (seed + len(found)) % 2**32))
+        return found
+
+    @functools.cache  # rank 0 is asked twice
+    def build() -> tuple[list[list[GPTDataset]], dict[str, GPTDataset]]:
+        with cache.opened():
+            return [
+                extended(train, ends) for (train, _), ends in zip(parts, shares, strict=True)
+            ], {
+                source.domain: dataset(valid, Split.valid, None, _SEED_OF_SIDES)
+                for source, (_, valid) in zip(sources, parts, strict=True)
+                if valid is not None
+            }
+
+    train, valid = rank_0_first(build)
+    for each in valid.values():
+        # Megatron would use the first sample's loss mask for all others. If the padded last sample
+        # were read first, its padding would be masked in every sample.
+        each.masks_and_position_ids_are_cacheable = False
     warnings = [each for each in (cache.warning, _unchecked(sources)) if each is not None]
-    blend = _blend(train_domains, weights, train_samples, config)
-    return Datasets(blend, train_domains, valid, tuple(warnings))
+    names = [source.domain for source in sources]
+    firsts = {name: legs[0] for name, legs in zip(names, train, strict=True)}
+    return Datasets(_blend(train, weights, train_samples), firsts, valid, tuple(warnings))
 
 
 def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
@@ -128,23 +176,56 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
         yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
 
 
-def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Sizes:
+def documents_of(source: Source, side: Split, documents: int) -> np.ndarray | None:
+    """The documents of a side, ascending, in its file of `documents`; None: --split gives it none.
+
+    The parts have Megatron's sizes. Their documents are drawn with a fixed seed, because files are
+    often sorted: their last tenth may be text of one kind.
+    """
+    if source.split is None:
+        return np.arange(documents)
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
+    part = matrix[side.value]
+    if part is None:
+        return None
+    first, last = (round(fraction * documents) for fraction in part)
+    order = np.random.RandomState(_SEED_OF_SIDES).permutation(np.arange(documents, dtype=np.int32))
+    return np.sort(order[first:last])
+
+
+def _check_source(
+    source: Source, tokenizer: Tokenizer, seq_length: int
+) -> tuple[_Part, _Part | None]:
     for prefix in (source.train_prefix, source.valid_prefix):
         check_tokenizer(prefix, tokenizer)
         _check_length(prefix, seq_length)
-    sizes = _sizes(source, tokenizer)
-    if sizes.train < seq_length + 1:
+        check_indexed(prefix, tokenizer.vocab_size)
+    train = _part(source, Split.train, source.train_prefix)
+    valid = _part(source, Split.valid, source.valid_prefix)
+    assert train is not None  # see config.validate
+    if train.tokens < seq_length + 1:
         raise InputError(
             f"--seq-length {seq_length} is longer than the data: a sample takes {seq_length + 1} "
-            f"tokens and the training part of {source.train_prefix} has {sizes.train}; "
+            f"tokens and the training part of {source.train_prefix} has {train.tokens}; "
             "use a shorter sequence, more text, or another --split"
         )
-    if sizes.valid is not None and sizes.valid < 2:
+    if valid is not None and valid.tokens < 2:
         raise InputError(
-            f"the validation part of {source.valid_prefix} is empty ({sizes.valid} tokens): give "
+            f"the validation part of {source.valid_prefix} is empty ({valid.tokens} tokens): give "
             "more documents, or raise the second number of --split (0: no validation)"
         )
-    return sizes
+    return train, valid
+
+
+def _part(source: Source, side: Split, prefix: str) -> _Part | None:
+    file = IndexedDataset(prefix)
+    sizes_D = np.diff(file.document_indices)  # Megatron's documents may have several sequences
+    documents = documents_of(source, side, len(sizes_D))
+    if documents is None:
+        return None
+    chosen_D = np.zeros(len(sizes_D), dtype=bool)
+    chosen_D[documents] = True
+    return _Part(prefix, file, np.flatnonzero(np.repeat(chosen_D, sizes_D)).astype(np.int32))
 
 
 def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
@@ -183,84 +264,36 @@ def _unchecked(sources: Sequence[Source]) -> str | None:
     )
 
 
-def _sizes(source: Source, tokenizer: Tokenizer) -> _Sizes:
-    lengths = check_indexed(source.train_prefix, tokenizer.vocab_size)
-    if source.split is None:
-        valid_lengths = check_indexed(source.valid_prefix, tokenizer.vocab_size)
-        return _Sizes(int(lengths.sum(dtype=int)), int(valid_lengths.sum(dtype=int)))
-    train, valid, _ = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
-    return _Sizes(_tokens(lengths, train), None if valid is None else _tokens(lengths, valid))
-
-
-def _tokens(lengths: np.ndarray, part: tuple[float, float]) -> int:
-    """The number of tokens in a part of the file, cut as Megatron cuts it."""
-    first, last = (round(fraction * len(lengths)) for fraction in part)
-    return int(lengths[first:last].sum(dtype=int))
-
-
-def _weights(sources: Sequence[Source], sizes: Sequence[_Sizes]) -> list[float]:
+def _weights(sources: Sequence[Source], tokens: Sequence[int]) -> list[float]:
     """Shares of the training blend, adding up to 1."""
     given = [
-        float(size.train) if source.weight is None else source.weight
-        for source, size in zip(sources, sizes, strict=True)
+        float(number) if source.weight is None else source.weight
+        for source, number in zip(sources, tokens, strict=True)
     ]
     return [weight / sum(given) for weight in given]
 
 
-def _blend(
-    domains: dict[str, GPTDataset], weights: list[float], samples: int, config: GPTDatasetConfig
-) -> torch.utils.data.Dataset:
-    if len(domains) == 1:
-        return next(iter(domains.values()))
-    # Every rank can compute it quickly. Megatron-Core 0.16.1 cannot cache it without
-    # torch.distributed and warns about that; here the lack of a cache is intended.
-    uncached = dataclasses.replace(config, path_to_cache=None)
-    logger = logging.getLogger(BlendedDataset.__module__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return BlendedDataset(list(domains.values()), weights, samples, uncached)
-    finally:
-        logger.setLevel(level)
+def _blend(train: list[list[GPTDataset]], weights: list[float], samples: int) -> Dataset:
+    """The samples of all domains, each from the one that is furthest behind its weight.
 
-
-def _config(
-    source: Source,
-    tokenizer: Tokenizer,
-    seq_length: int,
-    seed: int,
-    cache: Path,
-    restart_positions: bool,
-) -> GPTDatasetConfig:
-    where: dict[str, Any]
-    if source.split is None:
-        where = {
-            "blend_per_split": [([source.train_prefix], None), ([source.valid_prefix], None), None]
-        }
-    else:
-        where = {"blend": ([source.train_prefix], None), "split": source.split}
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        path_to_cache=str(cache),
-        tokenizer=tokenizer,
-        reset_position_ids=restart_positions,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        drop_last_partial_validation_sequence=False,
-        **where,
-    )
-    if config.split_matrix is not None:
-        config.split_matrix = [*config.split_matrix[:2], None]  # the test part is never read
-    return config
+    Megatron's BlendedDataset, whose domains cannot have extensions.
+    """
+    sizes = np.array([sum(map(len, legs)) for legs in train])
+    joined: Dataset = ConcatDataset([leg for legs in train for leg in legs])
+    if len(train) == 1:
+        return joined
+    domain_N = np.zeros(samples, dtype=np.int16)
+    sample_N = np.zeros(samples, dtype=np.int64)
+    build_blending_indices(domain_N, sample_N, normalize(weights), len(train), samples, False)
+    assert (np.bincount(domain_N, minlength=len(sizes)) <= sizes).all()
+    return Subset(joined, (np.cumsum(sizes) - sizes)[domain_N] + sample_N)
 
 
 def _cache_key(
     sources: Sequence[Source],
     tokenizer: Tokenizer,
     seq_length: int,
-    shares: Sequence[int],
+    shares: Sequence[Sequence[int]],
     seed: int,
 ) -> str:
     """Digest of everything that the indices depend on.
@@ -276,8 +309,9 @@ def _cache_key(
         [dataclasses.astuple(source) for source in sources],
         tokenizer.fingerprint,
         seq_length,
-        list(shares),
+        shares,
         seed,
+        "sides drawn by documents",  # earlier versions cut a file in two
     ]
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]

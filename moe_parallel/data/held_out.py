@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 
-from moe_parallel.data.datasets import check_tokenizer
+from moe_parallel.data.datasets import check_tokenizer, documents_of
 from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.sources import Source
 from moe_parallel.data.tokenizer import Tokenizer
@@ -27,20 +24,10 @@ def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[in
     check_tokenizer(source.valid_prefix, tokenizer)
     check_indexed(source.valid_prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(source.valid_prefix)
-    for number in range(*_part(source, len(dataset.document_indices) - 1)):
+    numbers = documents_of(source, Split.valid, len(dataset.document_indices) - 1)
+    for number in () if numbers is None else numbers:
         first, last = dataset.document_indices[number : number + 2]
         ids = np.concatenate([dataset[i] for i in range(first, last)])
         ids = ids[ids != tokenizer.eod]
         if len(ids):
             yield ids.tolist()
-
-
-def _part(source: Source, documents: int) -> tuple[int, int]:
-    """The first document of the validation part, and the one after its last."""
-    if source.split is None:
-        return 0, documents
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
-    if matrix[1] is None:
-        return 0, 0
-    first, last = (round(fraction * documents) for fraction in matrix[1])
-    return first, last

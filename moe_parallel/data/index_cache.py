@@ -40,7 +40,7 @@ class IndexCache:
     def opened(self) -> Iterator[None]:
         """Megatron may use the folder inside this context. Called by every rank.
 
-        Ranks other than 0 need no lock: Megatron lets them read after rank 0 has built.
+        Ranks other than 0 need no lock: they read after rank 0 has built.
 
         Raises:
             InputError: the folder cannot be written, or a file of the data cannot be read.

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+from moe_parallel.data import datasets as datasets_module
 from moe_parallel.data.datasets import Datasets, build_datasets, texts
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
@@ -35,7 +35,12 @@ def build(folder: Path, *, samples: int = 30, seed: int = 1, length: int = LENGT
 
 
 def build_from(
-    sources: list[Source], folder: Path, samples: int = 30, seed: int = 1, length: int = LENGTH
+    sources: list[Source],
+    folder: Path,
+    samples: int = 30,
+    seed: int = 1,
+    length: int = LENGTH,
+    extends: tuple[int, ...] = (),
 ) -> Datasets:
     return build_datasets(
         sources,
@@ -44,6 +49,7 @@ def build_from(
         train_samples=samples,
         seed=seed,
         cache_folder=folder / "cache",
+        extends=extends,
     )
 
 
@@ -88,15 +94,21 @@ def test_positions_begin_again_after_the_end_of_a_document(tmp_path: Path) -> No
 def test_training_text_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
     datasets = build(tmp_path, samples=1000)  # 8000 tokens from 600
     assert len(datasets.train) == 1000
-    assert isinstance(datasets.train, BlendedDataset)
     counts = torch.bincount(stream(datasets, 1000).flatten(), minlength=400)
     assert counts[:400].min() >= 8000 // 600 - 1
 
 
 def test_domains_are_blended_in_proportion_to_their_tokens(tmp_path: Path) -> None:
     datasets = build(tmp_path, samples=90)
-    shares = [int(datasets.train[i]["dataset_id"]) for i in range(90)]
-    assert shares.count(0) == 60 and shares.count(1) == 30
+    assert shares_of(datasets, 90) == [60, 30]
+
+
+def shares_of(datasets: Datasets, samples: int) -> list[int]:
+    """How many of the first samples each domain gave."""
+    joined = datasets.train.dataset  # of all domains, one after another
+    ends = joined.cumulative_sizes
+    chosen = datasets.train.indices[:samples]
+    return np.bincount(np.searchsorted(ends, chosen, side="right")).tolist()
 
 
 def test_given_weights_count_instead(tmp_path: Path) -> None:
@@ -110,8 +122,7 @@ def test_given_weights_count_instead(tmp_path: Path) -> None:
         seed=1,
         cache_folder=tmp_path / "cache",
     )
-    shares = [int(datasets.train[i]["dataset_id"]) for i in range(80)]
-    assert shares.count(1) == 60
+    assert shares_of(datasets, 80) == [20, 60]
     assert set(datasets.valid) == {"a", "b"}
 
 
@@ -122,13 +133,45 @@ def test_the_stream_depends_on_the_seed_and_on_nothing_else(tmp_path: Path) -> N
     assert not torch.equal(one, stream(build(tmp_path / "one", seed=2), 30))
 
 
+@pytest.mark.parametrize("ends", [(98, 150, 420), (10, 40, 90), (250, 260, 300)])
+def test_an_extended_stream_keeps_its_samples(tmp_path: Path, ends: tuple[int, ...]) -> None:
+    one = blend_sources([write_numbers(tmp_path / "mine", [20] * 40)], "1,0,0")
+    for sources in (one, numbered_sources(tmp_path)):
+        before = torch.empty(0, LENGTH)
+        for number, end in enumerate(ends):
+            datasets = build_from(sources, tmp_path, samples=end, extends=ends[:number])
+            found = stream(datasets, end)
+            assert torch.equal(found[: len(before)], before)
+            before = found
+
+
+@pytest.mark.parametrize(("ends", "times"), [((90, 150), (1, 2)), ((60, 99, 190), (1, 2))])
+def test_an_extended_stream_reads_evenly(
+    tmp_path: Path, ends: tuple[int, ...], times: tuple[int, int]
+) -> None:
+    """An epoch has 99 samples. Its last tokens are left out if they do not fill a sample."""
+    sources = blend_sources([write_numbers(tmp_path / "mine", [20] * 40)], "1,0,0")
+    datasets = build_from(sources, tmp_path, samples=ends[-1], extends=ends[:-1])
+    counts = torch.bincount(stream(datasets, ends[-1]).flatten(), minlength=800)
+    assert (counts < times[0]).sum() <= 2 * LENGTH and counts.max() == times[1]
+
+
+def test_held_out_samples_depend_on_the_data_alone(tmp_path: Path) -> None:
+    one, two = build(tmp_path, seed=1), build(tmp_path, seed=2, samples=900)
+    for domain, valid in one.valid.items():
+        assert len(valid) == len(two.valid[domain]) > 3
+        for i in range(len(valid)):
+            assert torch.equal(valid[i]["labels"], two.valid[domain][i]["labels"])
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 60, 64])
 def test_validation_asks_for_every_token_once(tmp_path: Path, length: int) -> None:
     datasets = build(tmp_path, length=length)
     for domain, count in (("a", 61), ("b", 37)):
         labels: list[int] = []
+        valid = datasets.valid[domain]
         for batch in evaluation_batches(
-            datasets.valid[domain], micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1
+            valid, sizes=[1] * len(valid), data_parallel_rank=0, data_parallel_size=1
         ):
             labels += batch["labels"][batch["loss_mask"] > 0].tolist()
         assert len(labels) == count - 1, "all but the very first, which nothing precedes"
@@ -146,20 +189,26 @@ def test_reading_the_filled_up_sample_first_spoils_no_mask(tmp_path: Path) -> No
         assert torch.equal(again[i]["loss_mask"], masks[i])
 
 
-def test_a_split_cuts_one_file_by_documents(tmp_path: Path) -> None:
+def test_a_split_draws_documents_whatever_their_order_and_the_seed(tmp_path: Path) -> None:
     bpe = small_bpe()
-    documents = [f"document {i}: {words(12, i)}" for i in range(20)]
+    documents = [f"{'code' if i < 90 else 'license'} {i}: {words(5, i)}" for i in range(100)]
     prefix = write_texts(tmp_path / "mine", documents, bpe)
-    datasets = build_datasets(
-        blend_sources([prefix], "7,2,1"),
-        tokenizer=bpe,
-        seq_length=16,
-        train_samples=10,
-        seed=1,
-        cache_folder=tmp_path / "cache",
-    )
-    assert list(texts(datasets.train_domains["mine"], bpe)) == documents[:14]
-    assert list(texts(datasets.valid["mine"], bpe)) == documents[14:18]
+    held_out = []
+    for seed in (1, 2):
+        datasets = build_datasets(
+            blend_sources([prefix], "8,1,1"),
+            tokenizer=bpe,
+            seq_length=16,
+            train_samples=10,
+            seed=seed,
+            cache_folder=tmp_path / "cache",
+        )
+        train = list(texts(datasets.train_domains["mine"], bpe))
+        held_out.append(list(texts(datasets.valid["mine"], bpe)))
+        assert len(train) == 80 and not set(train) & set(held_out[-1])
+        assert train == [each for each in documents if each in train], "the order of the file"
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 10
+    assert sum(text.startswith("code") for text in held_out[0]) >= 7
 
 
 def test_a_split_may_ask_for_no_validation(tmp_path: Path) -> None:
@@ -299,7 +348,7 @@ def test_token_ids_are_scanned_by_rank_0_alone(tmp_path: Path) -> None:
 def test_a_file_that_fails_while_indices_are_made_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
-    monkeypatch.setattr(BlendedMegatronDatasetBuilder, "build", mock.Mock(side_effect=error))
+    monkeypatch.setattr(datasets_module, "GPTDataset", mock.Mock(side_effect=error))
     with pytest.raises(InputError, match=message) as caught:
         build(tmp_path)
     assert "\n" not in str(caught.value)
@@ -310,7 +359,7 @@ def test_an_error_of_another_kind_stays_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OSError(errno.ENOMEM, "Cannot allocate memory")
-    monkeypatch.setattr(BlendedMegatronDatasetBuilder, "build", mock.Mock(side_effect=error))
+    monkeypatch.setattr(datasets_module, "GPTDataset", mock.Mock(side_effect=error))
     with pytest.raises(OSError, match="allocate memory") as caught:
         build(tmp_path)
     assert caught.value is error
