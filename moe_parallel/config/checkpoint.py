@@ -38,6 +38,12 @@ class CheckpointConfig(Section):
         "weight decay). Without this flag, a schedule that differs from the saved one is "
         "refused",
     )
+    override_data: bool = option(
+        False,
+        "continue from --load with the first sample of the data given here (--data-path, --split, "
+        "--seed, --seq-length). Without this flag, data that differ from the saved ones are "
+        "refused",
+    )
     save_interval: int | None = option(
         None, "iterations between checkpoints; none: only at the end and on a signal", least=1
     )
@@ -57,7 +63,7 @@ class CheckpointConfig(Section):
             raise InputError("--save-interval needs a folder to save in: set --save too")
         if self.async_save and self.save is None:
             raise InputError("--async-save needs a folder to save in: set --save too")
-        for name in ("finetune", "override_opt_param_scheduler"):
+        for name in ("finetune", "override_opt_param_scheduler", "override_data"):
             if getattr(self, name) and self.load is None:
                 raise InputError(f"{flag(name)} needs a checkpoint: set --load")
         if self.finetune and config.moe.moe_dense_warmup_percent:

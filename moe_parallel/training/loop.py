@@ -178,7 +178,7 @@ class Loop:
         dp = self.engine.groups.dp
         stream = batches(
             self.datasets.train,
-            consumed_samples=self.state.consumed_samples,
+            consumed_samples=self.state.consumed_samples - self.datasets.first,
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=dp.rank(),
             data_parallel_size=dp.size(),

@@ -45,6 +45,7 @@ from moe_parallel.training.run_folder import begin_run, goes_on_here, is_finishe
 from moe_parallel.training.run_lock import locked_folder, patience
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
+from moe_parallel.training.stream import open_stream
 from moe_parallel.training.text import open_text
 
 
@@ -126,8 +127,9 @@ def _pretrain(
     config, damage = _before_damage(config)
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)
-    checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
-    datasets = text.datasets(config)
+    stream, unknown = open_stream(config, text.sources)
+    checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer, stream)
+    datasets = text.datasets(config, stream)
     counts = text.token_counts(config, datasets)
     stages = Stages(config, text.vocab_size, groups, checkpoints, progress, counts)
     stage = stages.first()
@@ -149,6 +151,7 @@ def _pretrain(
         for warning in (
             *warnings,
             *damage,
+            *unknown,
             *config.warnings,
             *text.warnings,
             *datasets.warnings,

@@ -26,15 +26,20 @@ from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.own_tokenizer import TOKENIZER
 from moe_parallel.training.starts import record_start
+from moe_parallel.training.stream import Stream
 
 
 def open_checkpoints(
-    config: Config, vocab_size: int, groups: Groups, tokenizer: Tokenizer | None = None
+    config: Config,
+    vocab_size: int,
+    groups: Groups,
+    tokenizer: Tokenizer | None = None,
+    stream: Stream | None = None,
 ) -> Checkpointer:
     """The checkpoints of the run in --save. Writes nothing. Collective.
 
-    Their record names `tokenizer`. Without --save, they can only be loaded. Raises InputError if
-    the folder contains another run, which would be overwritten.
+    Their record names `tokenizer` and `stream`. Without --save, they can only be loaded. Raises
+    InputError if the folder contains another run, which would be overwritten.
     """
     folder = Path(config.checkpoint.save or ".")
     checkpoints = Checkpointer(
@@ -53,6 +58,7 @@ def open_checkpoints(
         },
         files=stored_files(folder, config),
         states=_states(config),
+        stream=stream,
         same_schedule=not config.checkpoint.override_opt_param_scheduler,
         background=_background(config),
     )
@@ -174,7 +180,11 @@ def stored_files(folder: Path, config: Config) -> dict[str, str | Path]:
 def _run_again(config: Config) -> str:
     """The configuration without --load and its flags, so that a run from it starts anew."""
     checkpoint = replace(
-        config.checkpoint, load=None, finetune=False, override_opt_param_scheduler=False
+        config.checkpoint,
+        load=None,
+        finetune=False,
+        override_opt_param_scheduler=False,
+        override_data=False,
     )
     return replace(config, checkpoint=checkpoint).to_yaml()
 

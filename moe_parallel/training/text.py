@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from moe_parallel.data.sources import Source, blend_sources, corpus_sources
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
+from moe_parallel.training.stream import Stream
 
 #: Samples are left out evenly if there are more tokens than this, because frequencies need no more.
 MOST_COUNTED = 1 << 22
@@ -33,19 +34,24 @@ class Text:
     vocab_size: int  # of the model: the tokenizer's, or more
     warnings: tuple[str, ...] = ()  # one line each, for the user
 
-    def datasets(self, config: Config) -> Datasets:
-        """Training and validation data; called by every rank."""
+    def datasets(self, config: Config, stream: Stream | None = None) -> Datasets:
+        """Training and validation data; called by every rank. None: the stream of a new run."""
         training = config.training
-        return build_datasets(
+        *extends, end = (
+            [training.train_iters * training.global_batch_size] if stream is None else stream.ends
+        )
+        datasets = build_datasets(
             self.sources,
             tokenizer=self.tokenizer,
             seq_length=training.seq_length,
-            train_samples=training.train_iters * training.global_batch_size,
+            train_samples=end,
+            extends=extends,
             seed=training.seed,
             cache_folder=Path(config.data.data_cache_path),
             # A mask needs the documents' beginnings; the positions have no other reader.
             restart_positions=training.reset_position_ids or training.reset_attention_mask,
         )
+        return datasets if stream is None else replace(datasets, first=stream.first)
 
     def token_counts(self, config: Config, datasets: Datasets) -> list[int]:
         """How often each token id occurs in the training data; [] if no system of the run asks."""

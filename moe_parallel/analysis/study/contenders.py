@@ -40,6 +40,7 @@ _CANNOT_BE_SET = (
     "load",
     "finetune",
     "override_opt_param_scheduler",
+    "override_data",
     "exit_interval",
     "exit_duration_in_mins",
 )

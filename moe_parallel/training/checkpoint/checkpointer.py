@@ -65,6 +65,7 @@ from moe_parallel.training.checkpoint.tensors import (
 from moe_parallel.training.checkpoint.upcycling import DenseReader
 from moe_parallel.training.checkpoint.writer import Writer, last_good, rank_share
 from moe_parallel.training.gathered import gather_weights
+from moe_parallel.training.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Checkpointer:
         layout: Mapping[str, int | str],
         files: Mapping[str, str | Path],
         states: Mapping[str, object] | None = None,
+        stream: Stream | None = None,
         same_schedule: bool = True,
         background: Background | None = None,
     ):
@@ -107,6 +109,7 @@ class Checkpointer:
             files: by name, the text of a small file or the path of a file or folder to copy.
             states: by flag, the values of the options that decide which numbers move after a step;
                 for the message if a checkpoint has other numbers.
+            stream: the samples in which the position that is saved counts; None: unknown.
             same_schedule: whether a checkpoint's schedule must equal the configured one.
                 Otherwise the configured schedule continues at the checkpoint's step.
             background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
@@ -121,6 +124,7 @@ class Checkpointer:
         self.fingerprint = as_json(fingerprint)
         self.layout = {**layout, "world_size": dist.get_world_size()}
         self.states = dict(states or {})
+        self.stream = stream
         self.same_schedule = same_schedule
         self.background = background
         self._writer = Writer(self.folder, dict(files), keep_last)
@@ -206,6 +210,7 @@ class Checkpointer:
         record = {
             "format": FORMAT,
             "training": asdict(state),
+            "stream": None if self.stream is None else asdict(self.stream),
             "adam_step": None,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "layout": self.layout,

@@ -3,6 +3,7 @@
 format          2. Format 1 had no checksum; it is read, with a warning
 checksum        of all other fields, see data/sealed.py
 training        iteration, consumed_samples, consumed_tokens; unlogged, see interval.py
+stream          the samples in which the position counts, see stream.py; null or absent: unknown
 adam_step, scheduler                null in a checkpoint of weights only
 layout, fp8_state, fingerprint      what a run must share to load it, or parts of it
 versions        of torch and megatron-core
@@ -151,10 +152,32 @@ def _is_record(record: Mapping[str, Any]) -> bool:
         counts.keys() == {"iteration", "consumed_samples", "consumed_tokens"}
         and all(_is_count(value) for value in counts.values())
         and (unlogged is None or isinstance(unlogged, dict))
+        and (record.get("stream") is None or _is_stream(record["stream"]))
         and (step is None or _is_count(step))
         and (scheduler is None or _is_schedule(scheduler))
         and (record.get("fp8_state") is None or isinstance(record["fp8_state"], dict))
         and all(_is_file(name, facts) for name, facts in files.items())
+    )
+
+
+def _is_stream(stream: Any) -> bool:
+    if not (isinstance(stream, dict) and stream.keys() == {"made_of", "first", "ends"}):
+        return False
+    made_of, ends = stream["made_of"], stream["ends"]
+    data = made_of.get("--data-path") if isinstance(made_of, dict) else None
+    return (
+        isinstance(data, list)
+        and all(
+            isinstance(each, dict)
+            and each.keys() == {"name", "weight", "idx", "bin"}
+            and isinstance(each["weight"], int | float | None)
+            and isinstance(each["idx"], str)
+            and isinstance(each["bin"], str | None)
+            for each in data
+        )
+        and isinstance(ends, list)
+        and len(ends) > 0
+        and all(map(_is_count, [stream["first"], *ends]))
     )
 
 

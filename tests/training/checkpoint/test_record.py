@@ -11,9 +11,12 @@ from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.files import describe_files
 from moe_parallel.training.checkpoint.record import FORMAT, checked_file, read_record
 
+DATA = {"name": "text", "weight": None, "idx": "1f", "bin": None}
+STREAM = {"made_of": {"--seed": 1, "--data-path": [DATA]}, "first": 0, "ends": [160]}
 RECORD = {
     "format": FORMAT,
     "training": {"iteration": 4, "consumed_samples": 32, "consumed_tokens": 512},
+    "stream": STREAM,
     "adam_step": 4,
     "scheduler": {
         "max_lr": 0.01,
@@ -137,6 +140,9 @@ WRONG_KINDS = [
     {"training": {"iteration": 4}},
     {"training": {"iteration": "4", "consumed_samples": 0, "consumed_tokens": 0}},
     {"training": {"iteration": -4, "consumed_samples": 0, "consumed_tokens": 0}},
+    {"stream": STREAM | {"ends": []}},
+    {"stream": STREAM | {"first": -1}},
+    {"stream": STREAM | {"made_of": {"--data-path": [DATA | {"idx": 5}]}}},
     {"adam_step": 1.5},
     {"scheduler": {"num_steps": 4}},
     {"scheduler": RECORD["scheduler"] | {"num_steps": None}},

@@ -1,0 +1,126 @@
+"""The stream of training samples, in which the position of a checkpoint counts.
+
+A checkpoint records it as `stream`:
+
+made_of   by flag, what its order depends on. The files of --data-path count by their content, so
+          they may be moved
+first     the samples that the run had consumed before it began; 0 except after --override-data
+ends      the numbers of samples that it was built for: at the first start, and by each extension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.collective_errors import agree
+from moe_parallel.config import Config
+from moe_parallel.data.indexed import check_indexed
+from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.sealed import file_digest
+from moe_parallel.data.sources import Source
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import read_record
+
+
+@dataclass(frozen=True)
+class Stream:
+    """See the top of this file."""
+
+    made_of: Mapping[str, Any]
+    first: int
+    ends: tuple[int, ...]
+
+
+def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list[str]]:
+    """The stream of a run that starts, or of the run that continues from --load, and warnings.
+
+    A continued run extends its stream if it needs more samples. Upcycling of another run's dense
+    model continues in its stream if the data are the same, and else begins one. Collective.
+
+    Raises InputError for other data without --override-data.
+    """
+    training, checkpoint = config.training, config.checkpoint
+    made_of = agree(lambda: _made_of(config, sources))
+    size = training.global_batch_size
+    fresh = Stream(made_of, 0, (training.train_iters * size,))
+    if checkpoint.load is None or checkpoint.finetune or training.skip_train:
+        return fresh, []
+    load = Path(checkpoint.load)
+    record = agree(lambda: read_record(find_checkpoint(load)))
+    done, before = record["training"], record.get("stream")
+    if before is None:
+        unknown = (
+            f"--load {load} does not record what its training samples were drawn from: whether "
+            "this run continues with the same data, split and seed is not checked"
+        )
+        return fresh, [unknown] if done["consumed_samples"] else []  # a conversion has used none
+    rest = max(0, training.train_iters - done["iteration"]) * size
+    differing = [
+        f"{flag} is {_shown(before['made_of'][flag])} in the checkpoint and {_shown(here)} here"
+        for flag, here in made_of.items()
+        if flag in before["made_of"] and not _equal(before["made_of"][flag], here)
+    ]
+    upcycles = config.moe.moe_use_upcycling and record["fingerprint"].get("--num-experts") is None
+    if differing and not (checkpoint.override_data or upcycles):
+        raise InputError(
+            f"--load {load}: {', '.join(differing)}; its position would be one in other samples: "
+            "use the values of its config.yaml, or go on with the first sample of the data given "
+            "here by --override-data"
+        )
+    if differing:
+        return Stream(made_of, done["consumed_samples"], (max(1, rest),)), []
+    ends, end = tuple(before["ends"]), done["consumed_samples"] - before["first"] + rest
+    return Stream(made_of, before["first"], (*ends, end) if end > ends[-1] else ends), []
+
+
+def _made_of(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
+    weights = [source.weight for source in sources if source.weight is not None]
+    return {
+        "--seed": config.training.seed,
+        "--seq-length": config.training.seq_length,
+        "--split": sources[0].split,
+        "--data-path": [
+            {
+                "name": Path(source.train_prefix).name,
+                "weight": None if source.weight is None else source.weight / sum(weights),
+                **_digests(source.train_prefix),
+            }
+            for source in sources
+        ],
+    }
+
+
+def _digests(prefix: str) -> dict[str, str | None]:
+    """Of the index, and of the token ids if there is a manifest."""
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        return {"idx": manifest.idx_sha256, "bin": manifest.bin_sha256}
+    try:
+        return {"idx": file_digest(Path(f"{prefix}.idx")), "bin": None}
+    except OSError:
+        check_indexed(prefix, vocab_size=1)  # says what is wrong
+        raise
+
+
+def _equal(before: Any, here: Any) -> bool:
+    if not isinstance(here, list):
+        return bool(before == here)
+    return len(before) == len(here) and all(
+        (a["weight"], a["idx"]) == (b["weight"], b["idx"])
+        and (a["bin"] == b["bin"] or None in (a["bin"], b["bin"]))
+        for a, b in zip(before, here, strict=True)
+    )
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return " ".join(
+        f"{'' if each['weight'] is None else format(each['weight'], 'g') + ' '}{each['name']} "
+        f"({(each['bin'] or each['idx'])[:12]})"
+        for each in value
+    )
