@@ -30,8 +30,8 @@ def place(tmp_path_factory):
         for suffix in ("bin", "idx"):
             shutil.copy(folder / f"cycle.{suffix}", folder / f"{broken}.{suffix}")
         damage(folder / f"{broken}.{name}")
-    run = options | {"save": folder / "run", "save_interval": 1, "train_iters": 2}
-    run_distributed(2, pretrain_here, [run | {"lr_warmup_iters": 1}])
+    run = options | small_flags(folder) | {"save": folder / "run", "save_interval": 1}
+    run_distributed(2, pretrain_here, [run | {"train_iters": 2, "lr_warmup_iters": 1}])
     shutil.copytree(folder / "run", folder / "torn")
     os.truncate(folder / "torn" / "iter_0000002" / "__1_0.distcp", 100)
     (folder / "wrong_key.yaml").write_text("num-layer: 2\n")
