@@ -47,17 +47,20 @@ def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list
     made_of = agree(lambda: _made_of(config, sources))
     size = training.global_batch_size
     fresh = Stream(made_of, 0, (training.train_iters * size,))
-    if checkpoint.load is None or checkpoint.finetune or training.skip_train:
+    if checkpoint.load is None or checkpoint.finetune:
         return fresh, []
     load = Path(checkpoint.load)
     record = agree(lambda: read_record(find_checkpoint(load)))
     done, before = record["training"], record.get("stream")
     if before is None:
         unknown = (
-            f"--load {load} does not record what its training samples were drawn from: whether "
-            "this run continues with the same data, split and seed is not checked"
+            f"--load {load} does not record what its training samples were drawn from: whether the "
+            "data, --split and --seed are the same is not checked, and the version that saved it "
+            "held out other documents of --data-path"
         )
         return fresh, [unknown] if done["consumed_samples"] else []  # a conversion has used none
+    if training.skip_train:
+        return fresh, []
     rest = max(0, training.train_iters - done["iteration"]) * size
     differing = [
         f"{flag} is {_shown(before['made_of'][flag])} in the checkpoint and {_shown(here)} here"
