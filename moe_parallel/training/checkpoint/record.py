@@ -13,6 +13,7 @@ files           size and CRC-32 of every other file
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -161,24 +162,14 @@ def _is_record(record: Mapping[str, Any]) -> bool:
 
 
 def _is_stream(stream: Any) -> bool:
-    if not (isinstance(stream, dict) and stream.keys() == {"made_of", "first", "ends"}):
+    try:
+        counts = [stream["first"], *stream["ends"]]
+        kinds = {"name": str, "weight": int | float | None, "idx": str, "bin": str | None}
+        data = [each[key] for each in stream["made_of"]["--data-path"] for key in kinds]
+    except (KeyError, TypeError):
         return False
-    made_of, ends = stream["made_of"], stream["ends"]
-    data = made_of.get("--data-path") if isinstance(made_of, dict) else None
-    return (
-        isinstance(data, list)
-        and all(
-            isinstance(each, dict)
-            and each.keys() == {"name", "weight", "idx", "bin"}
-            and isinstance(each["weight"], int | float | None)
-            and isinstance(each["idx"], str)
-            and isinstance(each["bin"], str | None)
-            for each in data
-        )
-        and isinstance(ends, list)
-        and len(ends) > 0
-        and all(map(_is_count, [stream["first"], *ends]))
-    )
+    fits = map(isinstance, data, cycle(kinds.values()))
+    return len(counts) > 1 and all(map(_is_count, counts)) and all(fits)
 
 
 def _is_schedule(state: Any) -> bool:
