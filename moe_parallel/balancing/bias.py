@@ -9,6 +9,7 @@ Shape suffixes: T tokens of this rank, A tokens of a micro-batch, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -163,9 +164,10 @@ class AnchoredBias(ExpertBias):
 
     @torch.no_grad()
     def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
-        # Without divisions before the last, because an error of 0 must leave the bias as it is.
-        wanted = counts_E.sum() * self.k_e
-        error_E = wanted - self.num_experts * self.k * counts_E[: self.num_experts]
+        # In whole numbers up to the last division, because an error of 0 must leave the bias.
+        k_e, of = Fraction(str(self.k_e)).as_integer_ratio()
+        wanted = counts_E.sum() * k_e
+        error_E = wanted - of * self.num_experts * self.k * counts_E[: self.num_experts]
         step_E = self.update_rate * error_E / wanted.clamp(min=1)
         self.bias_E[: self.num_experts] += step_E.to(self.bias_E.dtype)
 

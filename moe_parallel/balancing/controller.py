@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class LossCoefficient(Controller):
     """The coefficient c of a loss against too many experts: c <- c * a^sign(mean number - K).
 
     ReMoE (arXiv 2412.14711; lambda and a) and Routing-Free MoE (arXiv 2604.00801;
-    lambda and 1 + eta there). The counts are compared without a division, so an equal number
+    lambda and 1 + eta there). The counts are compared as whole numbers, so an equal number
     leaves c as it is.
     """
 
@@ -134,6 +135,7 @@ class LossCoefficient(Controller):
     @torch.no_grad()
     def move(self, counts: torch.Tensor) -> None:
         choices, tokens = counts.unbind()
-        moved = self.setting.double() * self.factor ** torch.sign(choices - self.target * tokens)
+        k, of = Fraction(str(self.target)).as_integer_ratio()
+        moved = self.setting.double() * self.factor ** torch.sign(of * choices - k * tokens)
         # A coefficient of 0 could not grow again.
         self.state[0] = moved.clamp(torch.finfo(torch.float32).tiny, self.most)

@@ -9,6 +9,8 @@ Shape suffixes: T tokens of this rank, A tokens of a micro-batch, E experts.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 import torch.distributed as dist
 
@@ -92,7 +94,8 @@ class SignCutoffs(ExpertCutoffs):
     def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
         if group.size() > 1:
             dist.all_reduce(self.tokens_1, group=group)
-        # Whole numbers, so that a load that is right leaves its cutoff.
-        lacks_E = self.mean_choices * self.tokens_1 - len(counts_E) * counts_E
+        # Whole numbers, so that a load that is right leaves its cutoff, also for K = 2.3.
+        k, of = Fraction(str(self.mean_choices)).as_integer_ratio()
+        lacks_E = k * self.tokens_1 - of * len(counts_E) * counts_E
         self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
         self.tokens_1.zero_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def exceeded_by_share(values_AE: torch.Tensor, k: float) -> torch.Tensor:
     At least one value exceeds it and at least one does not.
     """
     num_tokens, num_experts = values_AE.shape
-    share = min(max(math.floor(num_tokens * k / num_experts), 1), num_tokens - 1)
+    # Fractions are exact: 100 * 2.3 / 10 is 23, but slightly less in floating point.
+    share = math.floor(num_tokens * Fraction(str(k)) / num_experts)
+    share = min(max(share, 1), num_tokens - 1)
     return midpoint(values_AE, share, dim=0)[0]
 
 

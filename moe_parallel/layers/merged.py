@@ -185,6 +185,8 @@ class LoryLayer(MergedLayer):
                 x_SBD, length, only_first=rule is by_first
             )
         means_GBD, tokens = self.segment_means(x_SBD, length)
+        if rule is by_first:
+            means_GBD = means_GBD[:1]
         merges = rule(self.weights(means_GBD), segment_sizes(tokens, length), first)
         return self.of_this_rank(merges, tokens)
 

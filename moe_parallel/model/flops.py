@@ -17,8 +17,9 @@ sequence, n experts, K of them chosen, and V the padded vocabulary:
                                                              already: K * 2 (d_low + 2 d) d_wide;
                                                              UoE: K * 6 d (f - N_s)
     shared        6 d * width                                of the shared expert
-    merging       2 * weights of all experts / T             T tokens share a merged expert, and the
-                                                             scores for it
+    merging       2 * weights of all experts * M / S         a sequence has M = ceil(S / T_s) merges
+                                                             and scores (lory), 2 merges and 1 score
+                                                             (lory_prefix), or 1 and 1 (smear)
     logits        2 d V                                      once a model, not once a layer
 
 A backward pass takes twice the FLOPs of the forward pass, so a training step takes three times.
@@ -102,7 +103,8 @@ def expert_layer_flops(config: Config) -> ExpertLayerFlops:
     selection, n, d = config.selection, config.num_experts, config.model.hidden_size
     scores, experts = selection.product_weights(d, n, config.expert_width)
     shared = 2 * selection.layer_weights(d, n, config.expert_width).tensor_parallel
-    tokens = selection.tokens_per_merge(config.training.seq_length)
-    if tokens is not None:
-        return ExpertLayerFlops(2 * scores / tokens, 2 * experts / n, shared, 2 * experts / tokens)
+    merging = selection.merges_of_sequence(config.training.seq_length)
+    if merging is not None:
+        scored, merged = (number / config.training.seq_length for number in merging)
+        return ExpertLayerFlops(2 * scores * scored, 2 * experts / n, shared, 2 * experts * merged)
     return ExpertLayerFlops(2 * scores, 2 * experts / n, shared, merging=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -14,7 +15,8 @@ from moe_parallel.selection.tokens import Tokens
 
 def tokens_taken(factor: float, num_tokens: int, num_experts: int) -> int:
     """round(factor * tokens / n), where a half is rounded up; at least 1, at most all tokens."""
-    return min(num_tokens, max(1, math.floor(factor * num_tokens / num_experts + 0.5)))
+    share = Fraction(str(factor)) * num_tokens / num_experts  # exact; a float may miss a half
+    return min(num_tokens, max(1, math.floor(share + Fraction(1, 2))))
 
 
 def raw(scores_TE: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from moe_parallel.balancing.bias import AnchoredBias
+from moe_parallel.balancing.controller import LossCoefficient
 from moe_parallel.balancing.cutoffs import ExpertCutoffs, QuantileCutoffs, SignCutoffs
 from moe_parallel.balancing.quantile import exceeded_by_share
 from moe_parallel.config import make_config
@@ -42,11 +44,16 @@ def test_two_of_eight_exceed_the_midpoint() -> None:
     assert (scores_AE > found_E).sum(dim=0).tolist() == [2] * 4
 
 
-@pytest.mark.parametrize(("k", "above"), [(1.0, 1), (1.5, 1), (3.9, 4), (0.1, 1)])
-def test_a_share_is_rounded_down_to_at_least_one_token_and_not_all(k: float, above: int) -> None:
-    scores_AE = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "above"),
+    [(5, 4, 1.0, 1), (5, 4, 1.5, 1), (5, 4, 3.9, 4), (5, 4, 0.1, 1), (100, 10, 2.3, 23)],
+)
+def test_a_share_is_rounded_down_to_at_least_one_token_and_not_all(
+    tokens: int, experts: int, k: float, above: int
+) -> None:
+    scores_AE = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
     exceeded_E = exceeded_by_share(scores_AE, k)
-    assert (scores_AE > exceeded_E).sum(dim=0).tolist() == [above] * 4
+    assert (scores_AE > exceeded_E).sum(dim=0).tolist() == [above] * experts
 
 
 def test_the_start_does_not_count_in_the_running_mean() -> None:
@@ -90,6 +97,20 @@ def test_the_sign_moves_a_cutoff_by_the_rate_toward_the_load() -> None:
     assert step(cutoffs, column(1.0, 2.0, 3.0, -1.0)) == [0.25, -0.25]
     assert step(cutoffs, column(1.0, 2.0, -3.0, -1.0)) == [0.25, -0.25]
     assert cutoffs.tokens_1.tolist() == [0.0]
+
+
+def test_the_share_of_a_fractional_k_is_exact() -> None:
+    """23 of 100 tokens are 2.3 of 10 experts, though 2.3 * 100 < 230 in floating point."""
+    even_E = torch.full((10,), 23.0, dtype=torch.float64)
+    cutoffs = SignCutoffs(10, start=0.0, mean_choices=2.3, rate=0.25)
+    cutoffs.tokens_1 += 100
+    anchored = AnchoredBias(10, 0.25, num_free=1, k=4, k_e=2.3)
+    for state, counts_E in ((cutoffs, even_E), (anchored, torch.cat([even_E, even_E[:1] + 147]))):
+        state.update(counts_E, ALONE)
+        assert not state.bias_E.any()
+    coefficient = LossCoefficient(1.0, target=2.3, factor=2.0)
+    coefficient.move(torch.tensor([230.0, 100.0], dtype=torch.float64))
+    assert coefficient.setting == 1
 
 
 def test_a_step_without_tokens_leaves_the_cutoffs() -> None:

@@ -27,7 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "AoE": AOE,
     "AoE, shared expert": AOE | SHARED,
     "AoE, W_down gathered": AOE | {"aoe_gather_w_down": True},
-    "Lory": {"expert_selection": "lory", "lory_segment_length": 8},
+    "Lory": {"expert_selection": "lory", "lory_segment_length": 6},  # the last of three is shorter
+    "prefix": {"expert_selection": "lory_prefix", "lory_segment_length": 6},
     "SMEAR": {"expert_selection": "smear", "smear_sees_the_future": True},
     "UoE": {"expert_selection": "uoe", "uoe_routing_neurons": 3},
 }
@@ -45,7 +46,7 @@ def _count(path: Path, models: list[dict[str, Any]]) -> list[int]:
     return counts
 
 
-QUICK = ("top-k", "dense", "factorized W_g", "AoE, shared expert", "Lory", "UoE")
+QUICK = ("top-k", "dense", "factorized W_g", "AoE, shared expert", "Lory", "prefix", "UoE")
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "expert choice rounds down",
         f"{SELECTION}/expert_choice.py",
-        "/ num_experts + 0.5",
-        "/ num_experts",
+        "math.floor(share + Fraction(1, 2))",
+        "math.floor(share)",
         ("tests/selection", "tests/layers"),
     ),
     Fault(

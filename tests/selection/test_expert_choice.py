@@ -72,6 +72,7 @@ def test_factor_2_of_8_experts_is_exactly_a_quarter_of_the_tokens_each(ranking):
         (0.01, 8, 4, 1),  # at least one
         (4.0, 7, 4, 7),  # all
         (1.0, 1, 8, 1),
+        (1.15, 100, 10, 12),  # 11.5, but slightly less in floating point
     ],
 )
 def test_tokens_taken(factor, tokens, experts, taken):

@@ -30,8 +30,8 @@ class MergedSelection(Selection):
         """The number of first tokens that merge the experts for a whole text. None: others do."""
         return None
 
-    def tokens_per_merge(self, seq_length: int) -> int:
-        return seq_length
+    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
+        return 1, 1
 
     @property
     def choices_per_token(self) -> int:
@@ -76,8 +76,9 @@ class SegmentMergedSelection(Segments, MergedSelection):
         choices=("own", "uniform"),
     )
 
-    def tokens_per_merge(self, seq_length: int) -> int:
-        return min(seq_length, self.lory_segment_length)
+    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
+        segments = -(-seq_length // self.lory_segment_length)
+        return segments, segments
 
     @property
     def settled_after(self) -> int | None:
@@ -114,6 +115,10 @@ class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
     @property
     def merging_prefix(self) -> int:
         return self.lory_segment_length
+
+    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
+        """The first segment has a merge of its own, because it has no gradient."""
+        return 1, min(2, super().merges_of_sequence(seq_length)[1])
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,8 @@ class Selection(Section):
         weights = self.layer_weights(hidden_size, num_experts, expert_width)
         return ProductWeights(weights.replicated, weights.expert_parallel)
 
-    def tokens_per_merge(self, seq_length: int) -> int | None:
-        """The number of tokens that a merged expert computes. None: no experts are merged."""
+    def merges_of_sequence(self, seq_length: int) -> tuple[int, int] | None:
+        """The number of means that the router scores, and of merges. None: nothing is merged."""
         return None
 
     @property
