@@ -33,7 +33,13 @@ class OptimizerConfig(Section):
         "WSD: number of iterations of the final decay; none: a tenth of the decay iterations",
         least=1,
     )
-    weight_decay: float = option(0.1, "decoupled weight decay; norm weights are exempt", least=0)
+    weight_decay: float = option(
+        0.1,
+        "decoupled weight decay. As in Megatron-LM, weights of one axis are exempt: norms, the "
+        "biases of attention, the b of routing_free and the scores of AoE's free experts. All "
+        "others decay, also embedding, output layer, router and W_down",
+        least=0,
+    )
     adam_beta1: float = option(0.9, "decay rate of Adam's first moment", least=0, below=1)
     adam_beta2: float = option(0.95, "decay rate of Adam's second moment", least=0, below=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", above=0)

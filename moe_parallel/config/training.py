@@ -73,7 +73,8 @@ class TrainingConfig(Section):
     )
     reset_attention_mask: bool = option(
         False,
-        "a token attends only to tokens of its own document, not to all before it in the sequence",
+        "a token attends only to tokens of its own document, not to all before it in the sequence; "
+        "not for lory, lory_prefix, smear and segment_expert_choice",
     )
     reset_position_ids: bool = option(
         False,

@@ -265,7 +265,7 @@ def _optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
         overlap_param_gather=config.parallel.overlap_param_gather,
         timers=timers,
     )
-    # The overrides exempt norm weights (1-dimensional) from weight decay.
+    # The overrides exempt weights of one axis from weight decay, as --weight-decay says.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
     fuse_adam(optimizer)
     return optimizer

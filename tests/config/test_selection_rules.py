@@ -28,6 +28,7 @@ ERC = {"moe_erc_loss_coeff": 1.0}
 SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
 TP = {"tensor_model_parallel_size": 2}
+OWN_DOCUMENTS = {"reset_attention_mask": True}
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
 COPIES = {"moe_copy_experts": 2}
 ANCHORED = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "error"}
@@ -351,6 +352,10 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         SMEAR | {"moe_activation_budget": 8.0},
         1,
         "--moe-activation-budget is 8.0, but merged experts receive no rows, .*: leave it out",
+    ),
+    *(
+        (system | OWN_DOCUMENTS, 1, "--reset-attention-mask is true, but .* by the mean of")
+        for system in (LORY, PREFIX, SMEAR, SEGMENTS)
     ),
     (SMEAR | {"smear_sees_the_future": False}, 1, "--expert-selection smear .*: use lory, or add"),
     (SMEAR | {"smear_expert_dropout": 1.0}, 1, "--smear-expert-dropout is 1.0: .* below 1"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.segments import Segments
+from moe_parallel.config.selection.segments import Segments, refuse_own_documents
 from moe_parallel.config.selection.selection import Selection
 from moe_parallel.errors import InputError
 
@@ -147,6 +147,7 @@ class SmearSelection(MergedSelection, system="smear"):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
+        refuse_own_documents(self, config)
         if not self.smear_sees_the_future:
             raise InputError(
                 "--expert-selection smear lets every token see its whole sequence, so it is not a "

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from moe_parallel.config.config import Config
 
 
+def refuse_own_documents(selection: Selection, config: Config) -> None:
+    """Raise InputError for --reset-attention-mask, which the means of tokens would not respect."""
+    if config.training.reset_attention_mask:
+        raise InputError(
+            f"--reset-attention-mask is true, but --expert-selection {selection.system} routes by "
+            "the mean of tokens that may belong to several documents, so they would still see "
+            "each other: leave it out"
+        )
+
+
 @dataclass(frozen=True)
 class Segments(Selection):
     """Sequences are split into segments, and all tokens of a segment are routed together."""
@@ -34,6 +44,7 @@ class Segments(Selection):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
+        refuse_own_documents(self, config)
         length, seq_length = self.lory_segment_length, config.training.seq_length
         if length > seq_length:
             raise InputError(
