@@ -1,4 +1,4 @@
-"""Process groups, made by Megatron-Core's parallel_state, and sums over them.
+"""Process groups, made by Megatron-Core's parallel_state; sums over them; random numbers by them.
 
 Megatron-Core has functions for such sums too. Those of 0.16.1 and 0.19.2 lose the result if the
 tensor is not contiguous, which a gradient may be, and overwrite their input if it is contiguous.
@@ -108,6 +108,37 @@ def destroy_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     gc.collect()
+
+
+def seed_ranks(seed: int, groups: Groups) -> None:
+    """Seed the generators of torch and Megatron-Core for `uniform_like`."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    seed += 100 * (groups.pp.rank() + groups.pp.size() * groups.dp.rank())
+    torch.manual_seed(seed)
+    # No layer draws from the state of experts, whose seed could be that of another state.
+    model_parallel_cuda_manual_seed(seed, tp_rank=groups.tp_cp.rank(), ep_rank=0, etp_rank=0)
+
+
+def uniform_like(x: torch.Tensor, groups: Groups, *, shared: bool) -> torch.Tensor:
+    """Random numbers of [0, 1) in the shape of x, fp32: all that the layers of a run draw.
+
+    They are independent on data-parallel ranks and on pipeline stages. On the ranks of tp and cp,
+    which share a micro-batch, they are equal if `shared`, for a number per sequence, and otherwise
+    independent, for a number per token. Their states are Megatron-Core's, which checkpoints keep
+    and recomputation sets back. The default generator is not one of them: with sequence
+    parallelism, Megatron-Core runs the layers in a state that differs over tp.
+
+    (The coupling loss is of weights. Its noise is equal on all ranks, from a generator of its own.)
+    """
+    # A CUDA graph, for which every rank has a complete model, can draw from the default alone.
+    if isinstance(groups.tp, OneProcess) or (shared and groups.tp_cp.size() == 1):
+        return torch.rand_like(x, dtype=torch.float32)
+    from megatron.core.tensor_parallel import random
+
+    of_sequences = [random.get_data_parallel_rng_tracker_name()] if shared else []
+    with random.get_cuda_rng_tracker().fork(*of_sequences):
+        return torch.rand_like(x, dtype=torch.float32)
 
 
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -36,7 +36,7 @@ from moe_parallel.config import (
 from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.system import System
-from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
+from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over, uniform_like
 from moe_parallel.selection.running_segments import RunningSegments
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
@@ -217,8 +217,9 @@ class SmearLayer(MergedLayer):
     def merges(self, x_SBD: torch.Tensor) -> Merges:
         mean_1BD, tokens = self.segment_means(x_SBD, None)
         e_1BE, dropout = self.weights(mean_1BD), self.current_rule()
-        # Tensor-parallel ranks must agree: the device's default generator is the same on all.
-        uniform_1BE = torch.rand_like(e_1BE) if dropout.probability else None
+        uniform_1BE = None
+        if dropout.probability:
+            uniform_1BE = uniform_like(e_1BE, self.context.groups, shared=True)
         return self.of_this_rank(Merges([tokens], dropout(e_1BE, uniform_1BE)), tokens)
 
     def logits(self, r: torch.Tensor) -> torch.Tensor:

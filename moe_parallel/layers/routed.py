@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.ops.fp32_linear import fp32_linear
 from moe_parallel.ops.reference import accumulation_dtype
-from moe_parallel.parallel import OneProcess
+from moe_parallel.parallel import uniform_like
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
@@ -91,14 +90,7 @@ class RoutedLayer(DispatchedLayer):
         eps = self.selection.moe_input_jitter_eps
         if not (self.training and eps):
             return x_TD
-        stream: AbstractContextManager[None] = nullcontext()
-        if not isinstance(self.context.groups.tp, OneProcess):
-            # The noise differs between tensor-parallel ranks, because their tokens differ.
-            from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-            stream = get_cuda_rng_tracker().fork()
-        with stream:
-            noise = torch.rand_like(x_TD, dtype=torch.float32)
+        noise = uniform_like(x_TD, self.context.groups, shared=False)
         # In fp32, because bf16 has steps of 1/256 just below 1 and of 1/128 just above 1.
         return x_TD.float() * (1 + eps * (2 * noise - 1))
 

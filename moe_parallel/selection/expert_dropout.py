@@ -19,7 +19,8 @@ class ExpertDropout:
     def __call__(self, e_GBE: torch.Tensor, uniform_GBE: torch.Tensor | None) -> torch.Tensor:
         """The merge weights after dropout, normalized to sum to 1: [G, B, E].
 
-        `uniform_GBE`: random numbers of [0, 1), equal on all ranks; None if the probability is 0.
+        `uniform_GBE`: random numbers of [0, 1), equal on the ranks that share a sequence; None if
+            the probability is 0.
         """
         if not self.probability:
             return e_GBE

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.generation.language_model import GenerationModel
-from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.training.standalone import evaluation_config, standalone_model, vocab_size_of
 from moe_parallel.training.text import open_tokenizer
@@ -26,8 +25,7 @@ def open_model(config: Config, tokenizer: Tokenizer) -> Iterator[GenerationModel
     """
     groups = initialize_groups(config.parallel)
     try:
-        torch.manual_seed(config.training.seed)
-        model_parallel_cuda_manual_seed(config.training.seed)
+        seed_ranks(config.training.seed, groups)
         vocab_size = vocab_size_of(config)
         chunk, _ = standalone_model(config, vocab_size, groups)
         chunk.eval()

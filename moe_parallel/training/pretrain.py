@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import agree
@@ -23,7 +22,7 @@ from moe_parallel.config.message import counted
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.ops.padding import LANES, width_warning
-from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.parallel import Groups, initialize_groups, seed_ranks
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.platform.device import choose_backend, device, take_gpu
@@ -204,8 +203,7 @@ def _before_damage(config: Config) -> tuple[Config, list[str]]:
 
 def seed_everything(config: Config, groups: Groups) -> None:
     """Seed the generators of torch and Megatron-Core; the weights have their own seeds."""
-    torch.manual_seed(config.training.seed + 100 * groups.pp.rank())
-    model_parallel_cuda_manual_seed(config.training.seed + 100 * groups.pp.rank())
+    seed_ranks(config.training.seed, groups)
     init_num_microbatches_calculator(
         dist.get_rank(),
         None,

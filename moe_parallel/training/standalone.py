@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import (
     CheckpointConfig,
@@ -28,7 +27,7 @@ from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.tokenizer import build_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.gpt import build_model
-from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
+from moe_parallel.parallel import Groups, destroy_groups, initialize_groups, seed_ranks
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
@@ -119,8 +118,7 @@ def single_process(config: Config, backend: str = "gloo") -> Iterator[Groups]:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = initialize_groups(config.parallel)
-        torch.manual_seed(config.training.seed)
-        model_parallel_cuda_manual_seed(config.training.seed)
+        seed_ranks(config.training.seed, groups)
         yield groups
     finally:
         destroy_groups()

@@ -1,16 +1,18 @@
 """Merged experts split over tensor-parallel ranks equal unsplit ones; only activations are sent."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_parallel.config import MergedSelection, make_config
-from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
 from tests.distributed import run_distributed
 from tests.layers.test_merged import dropping, lory, prefix
 from tests.layers.whole_sequences import Arrays, build, close, direction, part, run, values
@@ -35,12 +37,14 @@ def _on_this_rank(selection: MergedSelection, given: Arrays, sequence_parallel: 
     """Output, gradients, collectives and statistics of a layer that is split over all ranks."""
     size = dist.get_world_size()
     groups = initialize_groups(make_config({"tensor_model_parallel_size": size}).parallel)
-    torch.manual_seed(3)  # for the dropout: equal on all tensor-parallel ranks, as in training
+    seed_ranks(3, groups)  # for the dropout
     layer = build(selection, given, groups=groups, sequence_parallel=sequence_parallel)
     x, ways = given["x"], direction(given["x"])
     if sequence_parallel:
         x, ways = (numpy.split(whole, size)[groups.tp.rank()] for whole in (x, ways))
-    with Wire() as wire:
+    # With sequence parallelism, Megatron-Core runs its layers in this state.
+    state = get_cuda_rng_tracker().fork() if sequence_parallel else nullcontext()
+    with Wire() as wire, state:
         output, gradients = run(layer, x, ways)
     if sequence_parallel:  # as Megatron-Core does at the end of a step
         router = torch.from_numpy(gradients["w_router_ED"])

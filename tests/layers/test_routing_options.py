@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks, uniform_like
 from moe_parallel.selection.tokens import Tokens
 from tests.distributed import run_distributed
 from tests.layers.cases import (
@@ -52,10 +52,10 @@ def test_forced_balance_is_exact(selection, training):
     assert counted(layer)["tokens_per_expert"] == [8 * k / EXPERTS] * EXPERTS
 
 
-def _jittered() -> dict[str, Any]:
+def _jittered(size: str) -> dict[str, Any]:
     """The logits of a router of unit vectors: the first inputs, times the noise."""
-    groups = initialize_groups(make_config({"tensor_model_parallel_size": 2}).parallel)
-    model_parallel_cuda_manual_seed(7)
+    groups = initialize_groups(make_config({size: 2}).parallel)
+    seed_ranks(7, groups)
     given = values(JITTER)
     given["w_router_ED"] = numpy.eye(EXPERTS, WIDTH)
     layer = build(JITTER, given, torch.float64, "reference")
@@ -65,15 +65,26 @@ def _jittered() -> dict[str, Any]:
     outputs = [run(layer, given, direction(JITTER))[0] for _ in range(2)]
     layer.eval()
     outputs.append(run(layer, given, direction(JITTER))[0])
-    rank = groups.tp.rank()
+    of_sequences = uniform_like(torch.empty(9), groups, shared=True).numpy()
     dist.barrier()
     destroy_groups()
     scores = [choices.scores_TE.detach().numpy() for choices in seen]
-    return {"rank": rank, "scores": scores, "outputs": outputs}
+    return {"scores": scores, "outputs": outputs, "of_sequences": of_sequences}
 
 
-def test_jitter_is_for_the_router_and_for_training():
-    ranks = run_distributed(2, _jittered)
+@pytest.mark.parametrize(
+    ("size", "same_sequences"),
+    [
+        ("tensor_model_parallel_size", True),
+        ("context_parallel_size", True),
+        ("expert_model_parallel_size", False),
+        ("pipeline_model_parallel_size", False),
+    ],
+)
+def test_jitter_is_for_the_router_and_for_training(size, same_sequences):
+    ranks = run_distributed(2, _jittered, size)
+    first, second = (rank["of_sequences"] for rank in ranks)
+    assert (first == second).all() == same_sequences
     given = values(JITTER)
     x_TD = given["x"].reshape(-1, WIDTH)
     noises = []
@@ -94,8 +105,7 @@ def test_jitter_is_for_the_router_and_for_training():
 
 def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
     """The noise that the router of a bf16 layer sees, for each size, with tokens of ones."""
-    initialize_groups(make_config({}).parallel)
-    model_parallel_cuda_manual_seed(7)
+    seed_ranks(7, initialize_groups(make_config({}).parallel))
     seen: list[numpy.ndarray] = []
     for eps in sizes:
         case = Case(topk(k=EXPERTS, aux=0.0, z=0.0, moe_input_jitter_eps=eps), tokens=1024)

@@ -11,11 +11,10 @@ from typing import Any
 import numpy
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, make_config, validate
-from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.gathered import gather_weights
@@ -117,7 +116,7 @@ def build(config: Config) -> Engine:
     """An engine on its own groups; call destroy_groups() afterward."""
     validate(config, torch.distributed.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
-    model_parallel_cuda_manual_seed(config.training.seed)
+    seed_ranks(config.training.seed, groups)
     return Engine(config, _vocabulary(config), groups)
 
 

@@ -122,11 +122,14 @@ def _losses(options: Options) -> list[float]:
 
 
 @pytest.mark.full
-def test_ranks_that_merge_for_the_same_segment_drop_the_same_experts() -> None:
+def test_ranks_that_share_a_sequence_drop_the_same_experts() -> None:
     options = model("smear") | {"smear_expert_dropout": 0.5}
     (whole,) = run_distributed(1, _losses, options)
-    for losses in run_distributed(2, _losses, options | CP):
-        assert losses == pytest.approx(whole, rel=TOLERANCE)
+    split = layout(tp=2, etp=2, sp=True)
+    for spread in (CP, split, split | CP | {"recompute_granularity": "full"}):
+        world = 4 if spread.keys() > split.keys() else 2
+        for losses in run_distributed(world, _losses, options | spread):
+            assert losses == pytest.approx(whole, rel=TOLERANCE)
 
 
 @pytest.mark.full
