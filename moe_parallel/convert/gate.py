@@ -12,6 +12,7 @@ import torch
 
 from moe_parallel.convert.factors import Factors, factorize
 from moe_parallel.convert.ranking import cross_entropy, fitted_scales, ranking_columns
+from moe_parallel.selection.choices import greatest
 
 # Added to the diagonal of the Gram matrix, relative to its mean diagonal, so that it has a root.
 RIDGE = 1e-4
@@ -93,7 +94,7 @@ def convert_gate(
 
 def share_of_choices(scores_TE: torch.Tensor, others_TE: torch.Tensor, k: int) -> float:
     """The share of the K experts with the largest scores that the other scores choose too."""
-    first_TK, second_TK = (scores.topk(k, dim=1).indices for scores in (scores_TE, others_TE))
+    first_TK, second_TK = (greatest(scores, k) for scores in (scores_TE, others_TE))
     return float((first_TK[:, :, None] == second_TK[:, None, :]).any(2).double().mean())
 
 

@@ -44,6 +44,14 @@ OF_VALUES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 Chosen = tuple[torch.Tensor, torch.Tensor]  # weights (fp32) and experts, both [T, K]
 
 
+def greatest(values: torch.Tensor, k: int, ties: torch.Tensor | None = None) -> torch.Tensor:
+    """The K largest of each row; of equal values the one with the larger `ties`, then the first."""
+    if ties is not None:
+        order = ties.sort(dim=-1, descending=True, stable=True).indices
+        return order.gather(1, greatest(values.gather(1, order), k))
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
 class TopK:
     """The experts with the K highest scores, perhaps after a bias, perhaps of the best groups."""
 
@@ -53,17 +61,19 @@ class TopK:
         )  # fmt: skip
         self.weight = WHOLE[config.scoring_func]
         self.normalized = NORMALIZED[config.scoring_func] if config.norm_topk_prob else None
-        changes_order = config.expert_bias or config.n_group is not None
-        by_probability = config.scores == "router" and changes_order
-        self.rank = self.weight if by_probability else WHOLE["raw"]
+        self.by_probability = config.scores == "router"
 
     def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        ranked_TE = self.rank(scores_TE)
+        if bias_E is None and self.groups is None:
+            return self.of(scores_TE, greatest(scores_TE, self.k))
+        ranked_TE, ties_TE = scores_TE, None
+        if self.by_probability:  # which may saturate
+            ranked_TE, ties_TE = self.weight(scores_TE), scores_TE
         if bias_E is not None:
             ranked_TE = ranked_TE + bias_E
         if self.groups is not None:
-            ranked_TE = self._of_best_groups(ranked_TE)
-        return self.of(scores_TE, ranked_TE.topk(self.k, dim=-1).indices)
+            ranked_TE = self._of_best_groups(ranked_TE, scores_TE)
+        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
 
     def of(self, scores_TE: torch.Tensor, index_TK: torch.Tensor) -> Chosen:
         """The weights of given experts."""
@@ -71,13 +81,16 @@ class TopK:
             return self.normalized(scores_TE.gather(1, index_TK)), index_TK
         return self.weight(scores_TE).gather(1, index_TK), index_TK
 
-    def _of_best_groups(self, ranked_TE: torch.Tensor) -> torch.Tensor:
+    def _of_best_groups(self, ranked_TE: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
         """-inf for experts of other groups. A group counts by its best K / topk_group experts."""
         assert self.groups is not None and self.chosen_groups is not None
-        ranked_TGM = ranked_TE.unflatten(1, (self.groups, -1))
-        best = ranked_TGM.topk(max(1, self.k // self.chosen_groups), dim=2).values
-        groups = best.sum(dim=2).topk(self.chosen_groups, dim=1).indices
-        others_TG = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(1, groups, False)
+        ranked_TGM, scores_TGM = (x.unflatten(1, (self.groups, -1)) for x in (ranked_TE, scores_TE))
+        value_TG, score_TG = (
+            x.topk(max(1, self.k // self.chosen_groups), dim=2).values.sum(dim=2)
+            for x in (ranked_TGM, scores_TGM)
+        )
+        groups = greatest(value_TG, self.chosen_groups, score_TG)
+        others_TG = torch.ones_like(value_TG, dtype=torch.bool).scatter(1, groups, False)
         return ranked_TGM.masked_fill(others_TG[..., None], -torch.inf).flatten(1)
 
 
@@ -92,7 +105,8 @@ class TopP:
         self.renormalizes = config.norm_topk_prob
 
     def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        weights_TK, index_TK = scores_TE.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        index_TK = greatest(scores_TE, scores_TE.shape[-1])
+        weights_TK = scores_TE.softmax(dim=-1).gather(1, index_TK)
         before_TK = weights_TK.double().cumsum(dim=-1) - weights_TK.double()
         if self.inclusive:
             needed_TK = before_TK <= self.p + self.ROUNDING
@@ -130,8 +144,8 @@ class ReLU:
         self.slots = config.num_experts_per_tok
 
     def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        weights_TK, index_TK = F.relu(scores_TE).topk(self.slots, dim=-1)
-        return weights_TK, index_TK
+        index_TK = greatest(scores_TE, self.slots)
+        return F.relu(scores_TE).gather(1, index_TK), index_TK
 
 
 RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {

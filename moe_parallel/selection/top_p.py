@@ -30,7 +30,9 @@ class TopP:
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         probabilities_TE = torch.softmax(scores_TE, dim=1)
-        probs_TK, experts_TK = torch.sort(probabilities_TE, dim=1, descending=True, stable=True)
+        # By scores, which differ where their probabilities round to the same number.
+        experts_TK = torch.argsort(scores_TE.detach(), dim=1, descending=True, stable=True)
+        probs_TK = probabilities_TE.gather(1, experts_TK)
         # An expert is needed if the sum of those before it has not reached p. The sums are in fp64
         # so that rounding adds no expert: n equal probabilities need exactly ceil(p n) experts.
         before_TK = probs_TK.detach().double().cumsum(dim=1) - probs_TK.detach().double()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.choices import Choices, greatest
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -97,18 +97,27 @@ class GroupLimit:
     num_groups: int
     topk: int  # groups that a token may choose from
 
-    def limited(self, ranked_TE: torch.Tensor, k: int) -> torch.Tensor:
-        """`ranked_TE` with -inf for the experts of all other groups."""
-        grouped_TGM = ranked_TE.unflatten(1, (self.num_groups, -1))
-        score_TG = grouped_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
-        groups = score_TG.topk(self.topk, dim=1).indices
+    def limited(self, ranked_TE: torch.Tensor, scores_TE: torch.Tensor, k: int) -> torch.Tensor:
+        """`ranked_TE` with -inf for the experts of all other groups; scores decide ties."""
+        grouped_TGM, scores_TGM = (
+            x_TE.unflatten(1, (self.num_groups, -1)) for x_TE in (ranked_TE, scores_TE)
+        )
+        value_TG, score_TG = (
+            x_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
+            for x_TGM in (grouped_TGM, scores_TGM)
+        )
+        groups = greatest(value_TG, self.topk, score_TG)
         allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter(1, groups, True)
         return grouped_TGM.masked_fill(~allowed_TG[:, :, None], -torch.inf).flatten(1)
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The K experts with the highest score, or with the highest `ranking(scores)` + bias."""
+    """The K experts with the highest score, or with the highest `ranking(scores)` + bias.
+
+    A ranking keeps the order of the scores, so it matters only beside a bias or groups. Where it
+    saturates, the scores themselves decide. On exact ties the lowest index wins.
+    """
 
     k: int
     probs: ProbsOf = softmax_of_selected
@@ -118,12 +127,16 @@ class TopK:
     groups: GroupLimit | None = None
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        own_TE = scores_TE.detach()
+        if self.bias_E is None and self.groups is None:
+            return self.of(scores_TE, greatest(own_TE, self.k))
         ranked_TE = self.ranked(scores_TE)
         if self.bias_E is not None:
             ranked_TE = ranked_TE + self.bias_E
         if self.groups is not None:
-            ranked_TE = self.groups.limited(ranked_TE, self.k)
-        return self.of(scores_TE, ranked_TE.topk(self.k, dim=1).indices)
+            ranked_TE = self.groups.limited(ranked_TE, own_TE, self.k)
+        ties_TE = None if self.ranking is None else own_TE
+        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
 
     def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """The values by which experts are ranked, without the bias and without gradient."""

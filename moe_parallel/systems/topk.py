@@ -37,9 +37,7 @@ def _rule(selection: TopKSelection) -> TopK:
     whole = k == 1 or selection.moe_router_pre_softmax
     share = topk.raw_probability if whole else topk.softmax_of_selected
     probs = beside_free(selection, share)
-    # Logits and their softmax give the same order; only a bias or groups need the probabilities.
-    by_probability = selection.moe_router_enable_expert_bias or groups is not None
-    return TopK(k, probs, topk.softmax, topk.softmax if by_probability else None, groups=groups)
+    return TopK(k, probs, topk.softmax, topk.softmax, groups=groups)
 
 
 def beside_free(selection: FixedFreeExperts, probs: ProbsOf) -> ProbsOf:

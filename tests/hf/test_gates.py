@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import moe_parallel.hf as hf
+from moe_parallel.config import make_config
 from moe_parallel.hf import experts_moe_parallel as experts
 from moe_parallel.hf import gates_moe_parallel as gates
+from moe_parallel.huggingface.own_rules import rule_fields
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems import system_of
 from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
 
 
@@ -39,6 +43,44 @@ def test_a_table_chooses_by_id_and_the_router_weighs():
         logits = torch.stack([gate.router_out[expert] @ x[token] for expert in experts])
         torch.testing.assert_close(weights[token], logits.softmax(0))
     assert scores.shape == (5, 4)
+
+
+#: Of tokens whose sigmoids or probabilities round to the same numbers, and of exact ties.
+HOSTILE = torch.tensor([[18.0, 20, 22, 25], [50, 40, 60, 45], [0, -200, -120, -150], [7, 3, 7, 7]])
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIAS = {"moe_router_enable_expert_bias": True}
+
+
+@pytest.mark.parametrize("bias", [0.0, 1e-3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        BIAS,
+        SIGMOID,
+        SIGMOID | BIAS | GROUPS,
+        {"expert_selection": "uoe"} | BIAS,
+        {"expert_selection": "top_p", "moe_top_p": 0.9},
+        {"expert_selection": "expert_choice"},
+        {"expert_selection": "relu"},
+    ],
+    ids=str,
+)
+def test_an_export_chooses_as_the_run(options, bias):
+    """The lists of experts are equal, and not only the sets."""
+    selection = make_config(options).selection
+    rule, bias_E = system_of(selection).rules(selection).evaluation, None
+    if BIAS.items() <= options.items():
+        bias_E = bias * torch.tensor([1.0, 0, 0, 1])
+        rule = rule.with_bias(bias_E)
+    scores = "neurons" if options.get("expert_selection") == "uoe" else "router"
+    config = hf.MoeParallelConfig(**SHAPE | rule_fields(selection, 4) | {"scores": scores})
+    weights, index = gates.RULES[config.rule](config)(HOSTILE, bias_E)
+    choices = rule(HOSTILE, Tokens(1))
+    chosen = choices.experts_TK >= 0
+    assert torch.equal(index.masked_fill(~chosen, -1), choices.experts_TK)
+    torch.testing.assert_close(weights, choices.probs_TK.masked_fill(~chosen, 0))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
@@ -21,10 +20,13 @@ from tests.layers.cases import (
     GLOBAL,
     IN_TURN,
     aoe,
+    aoe_expert_choice,
     close,
     direction,
+    expert_choice,
     top_p,
     topk,
+    uoe,
 )
 from tests.layers.expected import expected_routing
 from tests.layers.single import EXPERTS, WIDTH, Case, build, run, values
@@ -248,6 +250,17 @@ def test_experts_per_token_are_recorded(name):
     run(layer, given, direction(case))
     mean = sum(len(row) for row in expected_routing(case, given)[0].experts) / case.tokens
     assert counted(layer)["experts_per_token"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("selection", [topk(), aoe(), uoe(), expert_choice(), aoe_expert_choice()])
+def test_of_experts_with_equal_scores_the_first_compute(selection, training):
+    takes_tokens = training and selection.experts_take is not None
+    case = Case(selection, training=training)
+    layer = build(case, values(case), torch.float32, "native")
+    choices = layer.choose(torch.zeros(case.tokens, WIDTH), Tokens(1))
+    first = [list(range(EXPERTS)), [-1] * EXPERTS] if takes_tokens else [[0, 1]]
+    assert all(row in first for row in choices.experts_TK.tolist())
 
 
 def test_a_bias_never_weighs():

@@ -22,15 +22,15 @@ FAULTS = [
     Fault(
         "top-K takes the smallest",
         f"{SELECTION}/topk.py",
-        "ranked_TE.topk(self.k, dim=1).indices",
-        "ranked_TE.topk(self.k, dim=1, largest=False).indices",
+        "greatest(own_TE, self.k)",
+        "greatest(-own_TE, self.k)",
         ("tests/selection",),
     ),
     Fault(
         "the balancing bias weighs too",
         f"{SELECTION}/topk.py",
-        "self.of(scores_TE, ranked_TE",
-        "self.of(ranked_TE, ranked_TE",
+        "self.of(scores_TE, greatest(ranked_TE",
+        "self.of(ranked_TE, greatest(ranked_TE",
         ("tests/selection", "tests/layers"),
     ),
     Fault(

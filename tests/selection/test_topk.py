@@ -1,11 +1,13 @@
 """Top-K of scores with every kind of probs, bias and group limit, compared with an oracle."""
 
+import math
+
 import numpy
 import pytest
 import torch
 
 from moe_parallel.selection import topk
-from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.choices import Choices, greatest
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import GroupLimit, RoundRobin, TopK
 from tests.oracles import layers as oracle
@@ -114,6 +116,49 @@ def test_groups_equal_a_search_over_them(k, groups, allowed):
         open_to_it = [e for g in best for e in members[g]]
         wanted = sorted(open_to_it, key=lambda e: -row[e])[:k]
         assert choices.experts_TK[t].tolist() == wanted
+
+
+SATURATED = [
+    [18.0, 20.0, 22.0, 25.0],
+    [11.999, 11.9999, 10.0, 12.0],
+    [50.0, 40.0, 60.0, 45.0],
+    [-120.0, -118.0, -121.0, -119.0],
+    [0.0, -200.0, -120.0, -150.0],
+    [7.0, 3.0, 7.0, 7.0],  # the lowest index wins
+]
+
+
+@pytest.mark.parametrize("ranking", [torch.sigmoid, topk.softmax])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias_E": torch.zeros(4)}, {"bias_E": torch.ones(4)}, {"groups": GroupLimit(4, 2)}],
+    ids=["plain", "no bias yet", "equal bias", "groups"],
+)
+def test_where_a_ranking_saturates_the_logits_decide(ranking, options):
+    choices = TopK(2, ranking=ranking, **options)(torch.tensor(SATURATED), TOKENS)
+    wanted = [sorted(range(4), key=lambda e, row=row: (-row[e], e))[:2] for row in SATURATED]
+    assert choices.experts_TK.tolist() == wanted
+
+
+def test_a_bias_decides_between_saturated_sigmoids():
+    bias = torch.tensor([0.0, 1e-3, 0.0, 1e-3])
+    choices = TopK(3, ranking=torch.sigmoid, bias_E=bias)(torch.tensor(SATURATED[:1]), TOKENS)
+    assert choices.experts_TK.tolist() == [[3, 1, 2]]
+
+
+@pytest.mark.parametrize("experts", [4, 16, 128])
+def test_the_lowest_index_wins_a_tie_and_nan_is_the_largest(experts):
+    special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 1e-45, -1e-45]
+    drawn = torch.randint(len(special), (60, experts), generator=torch.Generator().manual_seed(0))
+    values = torch.tensor(special)[drawn]
+    wanted = torch.argsort(values, dim=1, descending=True, stable=True)[:, :4]
+    assert torch.equal(greatest(values, 4), wanted)
+    assert torch.equal(greatest(values.double(), 4), wanted)
+    assert greatest(torch.zeros(3, experts), 4).tolist() == [[0, 1, 2, 3]] * 3
+    ties = torch.where(values.isnan(), values, torch.tensor(special)[2:][drawn.flip(0) % 9])
+    order = torch.argsort(ties, dim=1, descending=True, stable=True)
+    by_value = torch.argsort(values.gather(1, order), dim=1, descending=True, stable=True)
+    assert torch.equal(greatest(values, 4, ties), order.gather(1, by_value)[:, :4])
 
 
 @pytest.mark.parametrize("experts, k, tokens", [(8, 2, 12), (4, 3, 8), (5, 1, 10)])
