@@ -37,10 +37,7 @@ from moe_parallel.training.exit_codes import (
 )
 from moe_parallel.training.failure import FailureChannel, tell
 from moe_parallel.training.job_store import ATTEMPT, LAUNCHER, visit_store
-from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
-
-# A terminal that closes also asks to stop; the ranks receive SIGTERM for it.
-_PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
+from moe_parallel.training.signals import StopRequest, handle_stop_signals
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
 _WATCH_SECONDS = 0.5  # between two looks at the job's exit code
@@ -88,8 +85,7 @@ class JobAgent(LocalElasticAgent):
             os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for number in _PASSED_ON:
-            signal.signal(number, self._note)
+        handle_stop_signals(self._note)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # so torch handles none of ours
         self._stop.began(
@@ -153,7 +149,7 @@ class JobAgent(LocalElasticAgent):
     def _pass_signals_on(self) -> None:
         for number, when in self._asked[self._passed_on :]:
             self._passed_on += 1
-            self._send(_PASSED_ON[number])
+            self._send(number)
             interrupts = [at for each, at in self._asked if each == signal.SIGINT]
             if number == signal.SIGINT and when - interrupts[0] > _ONE_CTRL_C_SECONDS:
                 self._kill("interrupted twice: the ranks were killed, and have not saved")
@@ -188,7 +184,7 @@ class JobAgent(LocalElasticAgent):
 
     def _lost(self) -> dict[int, signal.Signals]:
         """The signal that killed each lost rank, except signals that were passed on."""
-        ours = {_PASSED_ON[number] for number, _ in self._asked}
+        ours = {number for number, _ in self._asked}
         return {
             local_rank: signal.Signals(-code)
             for local_rank, code in self._exit_codes().items()

@@ -252,7 +252,8 @@ def _node() -> int:
 def tell(message: str) -> None:
     """Print on stderr; on a terminal in the line of the bar, which another process may show."""
     place = ERASE_LINE if sys.stderr.isatty() else ""
-    print(place + message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # of a terminal that was closed
+        print(place + message, file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -6,9 +6,23 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 BEFORE_TRAINING = "before training began; there was nothing to save"
+
+
+def handle_stop_signals(handler: Any) -> dict[signal.Signals, Any]:
+    """Set the handler of `STOP_SIGNALS`; returns the handlers before.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, handler)
+    return before
 
 
 class Stopped(BaseException):
@@ -41,7 +55,7 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Handle the signals inside this context."""
-        before = {number: signal.signal(number, self._come) for number in STOP_SIGNALS}
+        before = handle_stop_signals(self._come)
         try:
             yield self
         finally:

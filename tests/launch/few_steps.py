@@ -46,7 +46,7 @@ def die_twice() -> int:
 def wait() -> int:
     """Wait for a signal; on this signal the program saves."""
     asked = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.append(None))
     say_that_it_waits()
     while not asked:

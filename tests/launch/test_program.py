@@ -1,13 +1,15 @@
 """`python pretrain_gpt_moe.py`, started by a user, a shell or Slurm: one line, the right code."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.program import SCRIPT, SMALL, Program, flags, small_data
+from tests.program import SCRIPT, SMALL, Program, environment, flags, small_data
 
 
 def _at_once(*arguments, **environment):
@@ -93,3 +95,42 @@ def test_a_batch_system_stops_the_launcher(tmp_path):
     assert (
         stopped == f"stopped by a signal after iteration {iteration}; continue with --load {save}"
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [[], ["--nproc-per-node", "2"]], ids=["one", "two"])
+def test_a_terminal_that_closes(tmp_path, launcher):
+    """SIGHUP comes, and what is printed from then on is an error."""
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
+    ours, theirs = pty.openpty()
+    line = ["setsid", "--ctty", sys.executable, str(SCRIPT), *launcher, *flags(options)]
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    job = subprocess.Popen(
+        line, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment()
+    )
+    signal.signal(signal.SIGHUP, hangup)
+    os.close(theirs)
+    log = save / "metrics.jsonl"
+    while not (log.is_file() and log.read_text()):
+        assert job.poll() is None
+        time.sleep(0.05)
+    os.close(ours)
+    assert job.wait(600) == 75
+    assert (save / "latest_checkpointed_iteration.txt").is_file()
+
+
+@pytest.mark.full
+def test_a_terminal_that_closes_means_nothing_under_nohup(tmp_path):
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Program(tmp_path, 2, flags(options)) as job:
+        signal.signal(signal.SIGHUP, hangup)
+        job.wait_for("iteration      3")
+        for process in (job.pid, job.rank(0)):
+            os.kill(process, signal.SIGHUP)
+        last = job.output.count("iteration")
+        job.wait_for(f"iteration {last + 50:6d}")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.finish() == 75

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT finish the step, save, and end with a code for each signal."""
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP finish the step, save, and end with a code for each."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from tests.tiers import rest_in_full
 
 def _main_with_signal(number, rank, step_number, arguments):
     """The program; one rank receives a signal twice in the middle of a step."""
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     step, done = Engine.step, []
 
     def interrupted(engine, batches):
@@ -99,6 +100,19 @@ def test_handlers_are_put_back():
             assert stop.signal == signal.SIGUSR1
         assert _handlers() != before
     assert _handlers() == before
+
+
+def test_a_hangup_stops_unless_it_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+        assert signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_IGN
+        with StopRequest().listening(), pytest.raises(Stopped, match="SIGHUP before training"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_told_before_and_after_training():

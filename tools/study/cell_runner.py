@@ -17,6 +17,7 @@ from moe_parallel.analysis.study.folder import Cell
 from moe_parallel.config import Config
 from moe_parallel.platform import machine
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.signals import handle_stop_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"
@@ -28,7 +29,7 @@ _OF_ANOTHER_JOB = (
 
 
 class CellStop:
-    """Records Ctrl-C, SIGTERM and SIGUSR1. The current runs then receive a signal to stop.
+    """Records Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP. The current runs then receive a signal to stop.
 
     Only a second Ctrl-C kills them: a batch system may send a signal several times. Runs are
     watched from several threads, and signals arrive in the first.
@@ -42,8 +43,7 @@ class CellStop:
     @contextmanager
     def listening(self) -> Iterator[CellStop]:
         """Inside, the signals are passed to the run and do not end this process."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, self._note) for number in numbers}
+        before = handle_stop_signals(self._note)
         try:
             yield self
         finally:
@@ -66,10 +66,11 @@ class CellStop:
         if not current:
             return
         if self.asked == 1:
-            which = "the run saves after its step" if len(current) == 1 else "the runs save"
-            print(f"\nstopping: {which} (Ctrl-C again: at once)", flush=True)
             for process in current:
                 _terminate(process)
+            which = "the run saves after its step" if len(current) == 1 else "the runs save"
+            with suppress(OSError):  # of a terminal that was closed
+                print(f"\nstopping: {which} (Ctrl-C again: at once)", flush=True)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._ctrl_c is not None and now - self._ctrl_c > _ONE_CTRL_C_SECONDS:
@@ -131,7 +132,7 @@ class CellRunner:
         command = [sys.executable, str(SCRIPT), "--config", str(cell.folder / "cell.yaml")]
         if self._processes > 1:
             command += ["--nproc-per-node", str(self._processes)]
-        if CheckpointFolder(cell.folder).latest() is not None:
+        if CheckpointFolder(cell.folder).newest_first():
             command += ["--load", str(cell.folder)]
         return command
 
