@@ -122,8 +122,7 @@ class Engine:
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next micro-batches of this rank. Collective.
 
-        Raises NonFinite on every rank. If the loss is not finite, the weights are unchanged. If the
-        gradient norm is not finite, the weights have changed and must not be saved. With
+        Raises NonFinite on every rank: the weights have changed then and must not be saved. With
         --overlap-param-gather they are complete on a rank only after `gather_weights`.
 
         Raises InputError on every rank, if a trace cannot be written or replayed.
@@ -135,16 +134,14 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reported = self._passes(batches)
-        with self.progress.during(Phase.REDUCE):
-            loss, tokens = self.global_loss([report["sums"] for report in reported])
         if self._before_update is not None:
             with self.progress.activity(Phase.SAVE):
                 self._before_update()
         with self.progress.during(Phase.OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()
-        if grad_norm is not None and not math.isfinite(grad_norm):
-            raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {grad_norm}")
+        grad_norm = float(grad_norm or 0.0)
         with self.progress.during(Phase.REDUCE):
+            loss, tokens = self.global_loss([report["sums"] for report in reported], grad_norm)
             for layer in self._expert_layers:
                 layer.after_step()
             if self._controlled is not None:
@@ -153,7 +150,7 @@ class Engine:
             self._trace.end_step(self.device)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
-        return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
+        return StepResult(loss, grad_norm, learning_rate, tokens)
 
     def _passes_of_step(self) -> Passes:
         config = self.config.training
@@ -207,23 +204,29 @@ class Engine:
         done: int = self.scheduler.num_steps
         return done
 
-    def global_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
+    def global_loss(self, sums: list[torch.Tensor], grad_norm: float = 0.0) -> tuple[float, int]:
         """(nats per token, tokens) over all micro-batches of all ranks. Collective.
 
         `sums`: [nats, tokens] in fp64 per micro-batch of this rank; [] on earlier pipeline stages.
+        `grad_norm`: of this rank, which a data-parallel rank computes from gradients of its own.
+        Raises NonFinite on every rank.
         """
-        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        mine = torch.zeros(3, dtype=torch.float64, device=self.device)
         if sums and self.groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
-            mine = torch.stack(sums).sum(0)
+            mine[:2] = torch.stack(sums).sum(0)
+        mine[2].fill_(grad_norm)
         total = mine.clone()
         dist.all_reduce(total)
-        nats, tokens = total.tolist()
+        nats, tokens, norms = total.tolist()
         if not math.isfinite(nats):
             finite: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(finite, bool(torch.isfinite(mine).all()))
+            dist.all_gather_object(finite, bool(torch.isfinite(mine[:2]).all()))
             ranks = ", ".join(str(rank) for rank, ok in enumerate(finite) if not ok)
             raise NonFinite(f"the loss is {nats} (on rank {ranks})")
-        return nats / max(tokens, 1.0), round(tokens)
+        loss = nats / max(tokens, 1.0)
+        if not math.isfinite(norms):
+            raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {norms}")
+        return loss, round(tokens)
 
 
 def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:

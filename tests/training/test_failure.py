@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.errors import InputError, Unmet
-from moe_parallel.training.engine import Engine
+from moe_parallel.training.engine import Engine, NonFinite
 from moe_parallel.training.exit_codes import (
     EXIT_CTRL_C,
     EXIT_FAILED,
@@ -35,8 +35,10 @@ from moe_parallel.training.failure import (
 from moe_parallel.training.job_store import ATTEMPT, connect_ranks, join_store
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import Stopped, StopRequest
+from tests.distributed import run_distributed
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 from tests.tiers import rest_in_full
+from tests.training.tiny_run import Layout, TinyRun
 
 
 def _job(trouble, before_groups=False, seconds=600):
@@ -378,3 +380,25 @@ def test_a_gradient_that_is_not_finite_is_never_saved(tmp_path):
         error,
     )
     assert sorted(path.name for path in save.glob("*iter_*")) == ["iter_0000002", "iter_0000004"]
+
+
+def _spoil_a_gradient_after_the_reduction(folder):
+    """The error of a step in which one data-parallel rank's own copy of a gradient changes."""
+    run = TinyRun(Layout(world=2), folder)
+    step = run.engine.optimizer.step
+
+    def spoiled():
+        if dist.get_rank() == 1:
+            next(run.engine.chunks[0].parameters()).main_grad.fill_(float("nan"))
+        return step()
+
+    run.engine.optimizer.step = spoiled
+    with pytest.raises(NonFinite) as caught:
+        run.steps(1)
+    return str(caught.value)
+
+
+def test_every_rank_learns_of_a_gradient_that_one_has_spoiled(tmp_path):
+    ours, theirs = run_distributed(2, _spoil_a_gradient_after_the_reduction, tmp_path)
+    assert ours == theirs
+    assert re.fullmatch(r"the loss is [\d.]+, but the gradient norm is nan", ours)
