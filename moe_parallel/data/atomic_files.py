@@ -38,6 +38,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def remove(path: Path) -> None:
+    """Delete a folder as far as possible, or a link, but never what a link points to.
+
+    Raises OSError, if something is left, about the first thing that is in the way.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path` exclusively; the kernel releases it if the process is killed.
@@ -59,7 +72,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     stem = f".{target.name}.building-"
     for abandoned in target.parent.glob(f"{stem}*"):
-        shutil.rmtree(abandoned)
+        shutil.rmtree(abandoned, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=stem, dir=target.parent))
     try:
         yield temporary

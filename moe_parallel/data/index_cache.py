@@ -8,7 +8,6 @@ rebuilt, with the same bytes.
 """
 
 import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from moe_parallel.data.atomic_files import locked
+from moe_parallel.data.atomic_files import locked, remove
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.errors import InputError
 
@@ -54,7 +53,7 @@ class IndexCache:
                 lock.enter_context(locked(self.folder.with_name(f"{self.folder.name}.lock")))
                 wrong = self._wrong()
                 if wrong is not None:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    remove(self.folder)
             with _files_told(self.folder):
                 yield
             if wrong is not None:

@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_parallel.data.atomic_files import flush_to_disk, write_atomically
+from moe_parallel.data.atomic_files import flush_to_disk, remove, write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.reading import open_regular
 
@@ -203,8 +203,10 @@ class TraceWriter:
         }
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob("[1-9]*.npz.writing-*"):  # of a process that was killed
-            unfinished.unlink()
-        if others := [path.name for path in folder.iterdir() if not _is_step(path.name)]:
+            with suppress(OSError):
+                unfinished.unlink()
+        names = [path.name for path in folder.iterdir()]
+        if others := [n for n in names if not _is_step(n.partition(".writing-")[0])]:
             raise InputError(
                 f"{TRACE} {folder} has other files, such as {min(others)}: name another folder"
             )
@@ -218,7 +220,7 @@ class TraceWriter:
             return
         if done < there[0]:
             previous = folder.with_name(f"{folder.name}.previous")
-            shutil.rmtree(previous, ignore_errors=True)
+            remove(previous)
             folder.rename(previous)
             folder.mkdir()
             return

@@ -9,7 +9,8 @@ Shape suffixes: N sequences of a global batch, S tokens of a sequence, K slots p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class RunTrace:
         Raises InputError on every rank, if a file is not of a run like this one.
         """
         if not self._begun:
-            agree(lambda: self._open(done))
+            with self._writing():
+                agree(lambda: self._open(done))
             self._begun = True
         self._done = done
         self._text_N = self._text_of(batches)
@@ -103,8 +105,13 @@ class RunTrace:
             experts_NSK = _greatest(experts_NSK)
             if dist.get_rank() == 0:
                 experts_LNSK.append((experts_NSK - 1).short().cpu().numpy())
-        try:
+        with self._writing():
             on_rank_0(lambda: self._append(text_N, experts_LNSK))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except StorageError as error:
             raise InputError(
                 f"{TRACE} {self._trace} cannot be written ({error}): make room and continue with "

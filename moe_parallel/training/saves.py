@@ -60,6 +60,7 @@ class Saves:
             return
         self._saved_at = state.iteration
         self._telemetry.say(f"saved {path}")
+        self._tell_stuck()
 
     def is_writing(self) -> bool:
         """Whether this rank is writing a checkpoint during training."""
@@ -82,12 +83,14 @@ class Saves:
         self._telemetry.say(f"saved {path}")
         if written < iteration:  # a later step had a finite loss
             self._checkpoints.confirm(written)
+        self._tell_stuck()
 
     def confirm(self, iteration: int) -> None:
         """The weights of this iteration have a finite loss: confirm its checkpoint, if there is
         one. Call it before the next checkpoint."""
         if self._saved_at == iteration:
             self._checkpoints.confirm(iteration)
+            self._tell_stuck()
 
     def _begin(self, *content: Any) -> bool:
         """Begin to write a checkpoint during training; returns whether it has begun."""
@@ -104,6 +107,12 @@ class Saves:
 
     def _warn(self, error: NotSaved) -> None:
         self._telemetry.say(f"warning: {error}; training continues without it")
+
+    def _tell_stuck(self) -> None:
+        for path, why in self._checkpoints.folder.stuck.items():
+            self._say_once(
+                str(path), f"warning: {path} cannot be deleted ({why}): delete it by hand"
+            )
 
     def _say_once(self, topic: str, text: str) -> None:
         if topic not in self._said:

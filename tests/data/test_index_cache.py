@@ -73,6 +73,17 @@ def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
     assert set(read_sealed(cache_of(tmp_path) / "complete.json")) == {"files"}
 
 
+def test_a_damaged_folder_behind_a_link_is_not_taken(tmp_path: Path) -> None:
+    expected = stream(numbered_datasets(tmp_path))
+    cache = cache_of(tmp_path)
+    moved = cache.rename(tmp_path / "moved")
+    cache.symlink_to(moved)
+    for path in moved.glob("*shuffle_index.npy"):
+        np.save(path, np.load(path)[::-1])
+    assert torch.equal(stream(numbered_datasets(tmp_path)), expected)
+    assert len(list(moved.iterdir())) == len(list(cache.iterdir()))  # no link was followed
+
+
 def test_a_file_too_many_is_not_taken(tmp_path: Path) -> None:
     expected = stream(numbered_datasets(tmp_path))
     (cache_of(tmp_path) / "more-shuffle_index.npy").write_bytes(b"")

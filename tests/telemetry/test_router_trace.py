@@ -98,6 +98,14 @@ def test_a_run_that_starts_anew_keeps_the_trace_of_the_one_before(tmp_path: Path
     assert iterations(tmp_path / "trace.previous") == [1, 2]
 
 
+def test_what_a_killed_process_or_a_user_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    write(tmp_path / "trace", 1)
+    (tmp_path / "trace" / "2.npz.writing-9").mkdir()
+    (tmp_path / "trace.previous").symlink_to(write(tmp_path / "disk", 7))
+    assert write(tmp_path / "trace", 1, 2).is_dir()
+    assert iterations(tmp_path / "disk") == [7]
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

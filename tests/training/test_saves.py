@@ -21,7 +21,7 @@ from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tools.test_checkpoint import said
 from tests.training.slow_writer import slow_writer
-from tests.training.test_saving import _with_weights_times
+from tests.training.test_saving import _with_obstacles, _with_weights_times, check_obstacles
 from tests.training.test_stopped_runs import records
 
 FULL = os.strerror(errno.ENOSPC)
@@ -155,14 +155,15 @@ def _without_memory():
 
 #: options in addition to those of RUN, and the trouble
 TROUBLES = {
-    "signal": ({}, lambda: _with_a_signal_after(3)),
-    "leaves": ({"exit_interval": 3}, lambda: _with_a_signal_after(99)),
-    "full for a while": ({}, lambda: _with_a_disk_full_on_rank_1((1, 2))),
-    "full at the end": ({}, lambda: _with_a_disk_full_on_rank_1((2, 3))),
-    "no memory": ({}, _without_memory),
-    "well": ({"keep_last": 1}, lambda: _with_a_signal_after(99)),
-    "diverges after a save": ({"keep_last": 1}, lambda: _with_weights_times(1e30, after=4)),
-    "diverges before a save": ({}, lambda: _with_weights_times(float("inf"), after=4)),
+    "signal": ({}, lambda _: _with_a_signal_after(3)),
+    "leaves": ({"exit_interval": 3}, lambda _: _with_a_signal_after(99)),
+    "full for a while": ({}, lambda _: _with_a_disk_full_on_rank_1((1, 2))),
+    "full at the end": ({}, lambda _: _with_a_disk_full_on_rank_1((2, 3))),
+    "no memory": ({}, lambda _: _without_memory()),
+    "well": ({"keep_last": 1}, lambda _: _with_a_signal_after(99)),
+    "obstacles": ({"keep_last": 1}, _with_obstacles),
+    "diverges after a save": ({"keep_last": 1}, lambda _: _with_weights_times(1e30, after=4)),
+    "diverges before a save": ({}, lambda _: _with_weights_times(float("inf"), after=4)),
 }
 
 
@@ -171,7 +172,7 @@ def _all(folder, data):
     ends = {}
     for name, (options, trouble) in TROUBLES.items():
         save = folder / name.replace(" ", "_")
-        with slow_writer(), trouble():
+        with slow_writer(), trouble(save):
             try:
                 ((code, printed),) = pretrain_here([RUN | data | BESIDE | {"save": save} | options])
                 ends[name] = code, printed
@@ -262,6 +263,11 @@ def test_keep_last_keeps_its_meaning(troubled):
         f"; the last good checkpoint is {folder}/diverges_after_a_save/iter_0000002"
     )
     assert _saved(folder, "diverges after a save") == [2, 4]  # in spite of --keep-last 1
+
+
+def test_what_cannot_be_deleted_stops_no_save(troubled):
+    folder, ends = troubled
+    check_obstacles(folder / "obstacles", ends["obstacles"])
 
 
 def test_weights_that_are_not_finite_are_not_saved(troubled):

@@ -1,11 +1,13 @@
 """A run after a failed save, and the checkpoints that it keeps after it has diverged."""
 
+import contextlib
 import errno
 import os
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.errors import InputError
@@ -36,6 +38,64 @@ def _with_weights_times(factor, after):
     return mock.patch.object(Engine, "step", poisoned)
 
 
+@contextlib.contextmanager
+def _with_obstacles(save):
+    """Before the first step, links and what cannot be deleted come where a save tidies."""
+    step, unlink = Engine.step, os.unlink
+
+    def obstruct():
+        for folder in ("iter_0000001", "../disk"):
+            (save / folder).mkdir()
+            (save / folder / "held").write_text("mine")
+        (save / ".iter_0000004.writing").write_text("mine")
+        for link in ("iter_0000000", ".iter_0000006.writing"):
+            (save / link).symlink_to("../disk")
+
+    def obstructed(engine, batches):
+        if engine.scheduler.num_steps == 0 and dist.get_rank() == 0:
+            obstruct()
+        return step(engine, batches)
+
+    def unlink_others(path, **options):
+        if os.path.basename(path) == "held":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **options)
+
+    with (
+        mock.patch.object(Engine, "step", obstructed),
+        mock.patch.object(os, "unlink", unlink_others),
+    ):
+        yield
+
+
+def check_obstacles(save, end):
+    """Whether a run among obstacles has saved all the same, and told of each obstacle once."""
+    code, printed = end
+    assert code == 0
+    assert [line for line in printed.splitlines() if line.startswith("warning")] == [
+        f"warning: {save}/.iter_0000004.writing cannot be deleted (Not a directory): "
+        "delete it by hand",
+        f"warning: {save}/.iter_0000001.old cannot be deleted (held: Operation not permitted): "
+        "delete it by hand",
+    ]
+    left = {path.name for path in save.glob("*iter_*")}
+    assert left == {"iter_0000006", ".iter_0000004.writing", ".iter_0000001.old"}
+    assert [path.name for path in (save.parent / "disk").iterdir()] == ["held"]
+
+
+@contextlib.contextmanager
+def _renamed_in_step_3(save):
+    step = Engine.step
+
+    def rename(engine, batches):
+        if engine.scheduler.num_steps == 2:
+            save.rename(save.with_name("elsewhere"))
+        return step(engine, batches)
+
+    with mock.patch.object(Engine, "step", rename):
+        yield
+
+
 def _with_a_full_disk(saves):
     """copy_files, with a full disk in these saves, counted from 1."""
     copy, done = writer.copy_files, []
@@ -55,6 +115,8 @@ RUNS = {
     "diverges after a save": ({"keep_last": 1}, lambda save: _with_weights_times(1e30, after=4)),
     "diverges before a save": ({}, lambda save: _with_weights_times(float("inf"), after=4)),
     "diverges at once": ({}, lambda save: _with_weights_times(1e30, after=2)),
+    "obstacles": ({"keep_last": 1}, _with_obstacles),
+    "renamed": ({}, _renamed_in_step_3),
     "full for a while": ({}, lambda save: _with_a_full_disk((1, 2))),
     "full at the end": ({}, lambda save: _with_a_full_disk((2, 3))),
     "full when it leaves": ({"exit_interval": 4}, lambda save: _with_a_full_disk((2,))),
@@ -130,6 +192,24 @@ def test_weights_that_are_not_finite_are_not_saved(runs):
     good = folder / "diverges_before_a_save" / "iter_0000002"
     assert message.endswith(f"; the last good checkpoint is {good}")
     assert _saved(folder, "diverges before a save") == [2]
+
+
+def test_what_cannot_be_deleted_stops_no_save(runs):
+    folder, ends = runs
+    check_obstacles(folder / "obstacles", ends["obstacles"])
+
+
+def test_a_folder_that_was_renamed_is_told(runs):
+    folder, ends = runs
+    kind, message = ends["renamed"]
+    assert kind == "NotSaved"
+    assert message == (
+        f"--save {folder}/renamed: cannot write the checkpoint of iteration 6: {folder}/renamed/"
+        "tokenizer: No such file or directory; it, or the whole folder, was renamed or deleted "
+        "during the run: put it back"
+    )
+    assert not (folder / "renamed").exists()
+    assert _saved(folder, "elsewhere") == [2]
 
 
 def test_training_goes_on_to_the_next_save(runs):

@@ -8,25 +8,31 @@
     DIR/.iter_0000010.writing               being written; left behind by a killed save
     DIR/.iter_0000010.old                   about to be deleted
 
+The last two names get a number where something that cannot be deleted has the plain one.
+
 Everything here is file operations of one process. Renames within a folder are atomic, and files
 and folders are flushed to the disk before the rename that makes them visible.
 """
 
+import itertools
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.data.atomic_files import flush_to_disk, write_atomically
+from moe_parallel.collective_errors import one_line
+from moe_parallel.data.atomic_files import flush_to_disk, remove, write_atomically
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Damaged, InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RECORD = "checkpoint.json"
 _NAME = re.compile(r"iter_([0-9]{7,})")
 _ITERATION = re.compile(r"[0-9]{1,18}")
-_LEFTOVER = re.compile(r"\.iter_([0-9]{7,})\.(writing|old)")
+_LEFTOVER = re.compile(r"\.iter_([0-9]{7,})\.(writing|old)[0-9]*")
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -35,14 +41,15 @@ def checkpoint_name(iteration: int) -> str:
 
 
 class CheckpointFolder:
-    """The checkpoints under one directory. Errors are OSErrors unless a method says otherwise."""
+    """The checkpoints under one directory. Errors are OSErrors unless a method says otherwise.
+
+    Deleting stops no save and follows no link: `stuck` has the paths that could not be deleted or
+    renamed, with the reason.
+    """
 
     def __init__(self, directory: Path):
         self.directory = Path(directory)
-
-    def writing_path(self, iteration: int) -> Path:
-        """The folder in which the checkpoint of `iteration` is written until it is published."""
-        return self.directory / f".{checkpoint_name(iteration)}.writing"
+        self.stuck: dict[Path, str] = {}
 
     def published_path(self, iteration: int) -> Path:
         """The checkpoint of `iteration` once it is published."""
@@ -51,36 +58,32 @@ class CheckpointFolder:
     def begin(self, iteration: int) -> Path:
         """Create an empty folder to write to, and delete the remains of killed saves."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
-        writing = self.writing_path(iteration)
-        writing.mkdir()
-        return writing
-
-    def abandon(self, iteration: int) -> None:
-        """Free the disk space of an unfinished checkpoint; never fails."""
-        shutil.rmtree(self.writing_path(iteration), ignore_errors=True)
+        self.tidy()
+        self._writing = self._free_path(iteration, "writing")
+        self._writing.mkdir()
+        return self._writing
 
     def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
-        """Give the written checkpoint its name, update the tracker, delete the oldest checkpoints.
+        """Give the checkpoint that was begun its name, update the tracker, delete the oldest ones.
 
         At least one earlier checkpoint stays, whatever `keep_last` is, until `delete_oldest` is
         called: the run may diverge from the new one.
 
         `record` is written to checkpoint.json, with a checksum.
         """
-        writing = self.writing_path(iteration)
+        writing = self._writing
         write_sealed(writing / RECORD, record)
         for path in (writing, *writing.rglob("*")):
             flush_to_disk(path)
 
         published = self.published_path(iteration)
-        if published.exists():
-            published.rename(self._old_path(iteration))
+        if os.path.lexists(published):
+            published.rename(self._free_path(iteration, "old"))
         writing.rename(published)
         flush_to_disk(self.directory)
         write_atomically(self.directory / TRACKER, f"{iteration}\n")
         flush_to_disk(self.directory)
-        self._clear_leftovers()
+        self.tidy()
         if keep_last is not None:
             self.delete_oldest(iteration, max(2, keep_last))
         return published
@@ -91,55 +94,77 @@ class CheckpointFolder:
         Without a tracker it is the newest one: a save may be killed before it writes the first
         tracker, and whatever has a checkpoint's name is complete.
 
-        Raises InputError if the tracker is unreadable or names a checkpoint that does not exist.
+        Raises Damaged if the tracker names no iteration, or a checkpoint that does not exist.
         """
         text = self._tracker()
         if text is None:
             found = self.iterations()
             return self.directory / checkpoint_name(found[-1]) if found else None
         if not _ITERATION.fullmatch(text):
-            raise InputError(
+            raise Damaged(
                 f"--load {self.directory}: {TRACKER} says {text[:40]!r} instead of an iteration; "
                 "write the iteration of a checkpoint there, or name one: "
                 f"--load {self.directory}/iter_..."
             )
-        for path in (self.directory / checkpoint_name(int(text)), self._old_path(int(text))):
+        name = checkpoint_name(int(text))
+        old = sorted(self.directory.glob(f".{name}.old*"), reverse=True)
+        for path in (self.directory / name, *old):
             if path.is_dir():  # .old: a save was killed while it replaced a checkpoint
                 return path
-        raise InputError(
-            f"--load {self.directory}: {TRACKER} says {text}, but {checkpoint_name(int(text))} is "
+        raise Damaged(
+            f"--load {self.directory}: {TRACKER} says {text}, but {name} is "
             f"not there; name another checkpoint: {_names(self.iterations()) or 'there is none'}"
         )
 
     def newest_first(self) -> list[Path]:
-        """The checkpoint that `latest` returns, then those of earlier iterations."""
-        latest = self.latest()
+        """The checkpoint that `latest` returns, then those of earlier iterations.
+
+        All checkpoints, if the tracker is damaged.
+        """
+        try:
+            latest = self.latest()
+        except Damaged:
+            return self.paths()[::-1]
         if latest is None:
             return []
         newest = iteration_in_name(latest) or 0
         earlier = [iteration for iteration in self.iterations() if iteration < newest]
-        return [latest, *(self.directory / checkpoint_name(i) for i in reversed(earlier))]
+        return [latest, *map(self.published_path, reversed(earlier))]
 
     def iterations(self) -> list[int]:
         """The iterations of the published checkpoints, ascending."""
-        found = (_NAME.fullmatch(path.name) for path in self.directory.glob("iter_*"))
-        return sorted(int(match[1]) for match in found if match)
+        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.glob("iter_*"))
+        return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
     def paths(self) -> list[Path]:
         """The published checkpoints, in the order of their iterations."""
         return [self.published_path(iteration) for iteration in self.iterations()]
 
-    def _old_path(self, iteration: int) -> Path:
-        return self.directory / f".{checkpoint_name(iteration)}.old"
+    def tidy(self) -> None:
+        """Delete unfinished checkpoints, and those about to be deleted; never fails.
 
-    def _clear_leftovers(self) -> None:
-        for path in list(self.directory.iterdir()):
-            if _LEFTOVER.fullmatch(path.name):
-                published = self.directory / path.name[1:].removesuffix(".old")
-                if path.suffix == ".old" and not published.exists() and self._tracked(published):
-                    path.rename(published)
-                else:
-                    shutil.rmtree(path)
+        A checkpoint whose replacement was killed gets its name back.
+        """
+        for path in sorted(self.directory.glob(".iter_*"), reverse=True):  # the last .old first
+            if match := _LEFTOVER.fullmatch(path.name):
+                published = self.published_path(int(match[1]))
+                with self._noting(path):
+                    if match[2] == "old" and not published.exists() and self._tracked(published):
+                        path.rename(published)
+                    else:
+                        remove(path)
+
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.stuck[path] = one_line(error).removeprefix(f"{path}: ")
+
+    def _free_path(self, iteration: int, kind: str) -> Path:
+        name = f".{checkpoint_name(iteration)}.{kind}"
+        paths = (self.directory / f"{name}{n}" for n in itertools.chain([""], itertools.count(2)))
+        return next(path for path in paths if not os.path.lexists(path))
 
     def _tracker(self) -> str | None:
         """The tracker's first 100 bytes, enough for an iteration; None: there is no tracker."""
@@ -158,14 +183,15 @@ class CheckpointFolder:
 
         If the run went back to an earlier iteration, checkpoints of the abandoned iterations, which
         have higher iterations, are deleted first. A checkpoint is renamed before it is deleted, so
-        that a kill leaves no incomplete one.
+        that a kill leaves no incomplete one. Never fails.
         """
         others = [i for i in self.iterations() if i != newest]
         others.sort(key=lambda iteration: (iteration > newest, -iteration))
         for iteration in others[keep_last - 1 :]:
-            old = self._old_path(iteration)
-            (self.directory / checkpoint_name(iteration)).rename(old)
-            shutil.rmtree(old)
+            published = self.published_path(iteration)
+            with self._noting(published):
+                published.rename(self._free_path(iteration, "old"))
+        self.tidy()
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -76,8 +76,8 @@ def checkpoint_facts(checkpoint: Path, *, digest: bool) -> Iterator[tuple[str, A
 def prune(run: Path, keep_last: int) -> list[Path]:
     """Delete all checkpoints but the latest `keep_last`; returns those deleted.
 
-    Raises InputError if a run writes to the folder, if the folder cannot be locked, or if the
-    latest checkpoint is damaged.
+    Raises InputError if a run writes to the folder, if the folder cannot be locked, if the latest
+    checkpoint is damaged, or if something cannot be deleted.
     """
     folder = run_checkpoints(run)
     with run_lock(run) as warnings:
@@ -90,6 +90,8 @@ def prune(run: Path, keep_last: int) -> list[Path]:
                 "`verify` says what is whole"
             )
         folder.delete_oldest(folder.iterations()[before.index(latest)], keep_last)
+        for path, why in folder.stuck.items():
+            raise InputError(f"{path} cannot be deleted ({why}): delete it by hand")
         return sorted(set(before) - set(folder.paths()))
 
 

@@ -88,7 +88,7 @@ def write_weights(
         }
         return folder.publish(0, record, None)
     except BaseException:
-        folder.abandon(0)
+        folder.tidy()
         raise
 
 

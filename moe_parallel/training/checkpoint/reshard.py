@@ -68,7 +68,7 @@ def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
         changed = {"format": FORMAT, "layout": {}, "fp8_state": None, "files": described}
         return folder.publish(iteration, {**_unsealed(record), **changed}, None)
     except BaseException:
-        folder.abandon(iteration)
+        folder.tidy()
         raise
 
 

@@ -65,21 +65,19 @@ class Writer:
         try:
             return self._write(snapshot, group)
         except StorageError as error:
-            self._abandon(snapshot.iteration)
-            latest = self.folder.latest()
-            kept = f"{latest.name} is untouched" if latest else "there was none before"
+            self._abandon()
             raise NotSaved(
                 f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
-                f"{snapshot.iteration}: {error}; {kept}; free the disk or name another folder"
+                f"{snapshot.iteration}: {error}; {self._what_now()}"
             ) from error
         except Exception:
-            self._abandon(snapshot.iteration)
+            self._abandon()
             raise
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
         iteration = snapshot.iteration
-        writing = self.folder.writing_path(iteration)
-        on_rank_0(lambda: self.folder.begin(iteration), group)
+        begun = agree(lambda: self._begin(iteration) if dist.get_rank() == 0 else "", group)
+        writing = self.folder.directory / exchange(begun, group)[0]
         write_tensors(snapshot.shards, writing, group)
         on_rank_0(lambda: copy_files(self.files, writing), group)
         names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
@@ -94,9 +92,26 @@ class Writer:
         on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
         return self.folder.published_path(iteration)
 
-    def _abandon(self, iteration: int) -> None:
+    def _begin(self, iteration: int) -> str:
+        for source in self._copied:
+            source.stat()  # a folder that is gone is not made anew, and says so
+        return self.folder.begin(iteration).name
+
+    def _abandon(self) -> None:
         if dist.get_rank() == 0:
-            self.folder.abandon(iteration)
+            self.folder.tidy()
+
+    def _what_now(self) -> str:
+        if not all(source.exists() for source in self._copied):
+            return "it, or the whole folder, was renamed or deleted during the run: put it back"
+        latest = self.folder.newest_first()[:1]
+        kept = f"{latest[0].name} is untouched" if latest else "there was none before"
+        return f"{kept}; free the disk or name another folder"
+
+    @property
+    def _copied(self) -> list[Path]:
+        """The files and folders of the run that every checkpoint has a copy of."""
+        return [source for source in self.files.values() if isinstance(source, Path)]
 
 
 def last_good(folder: CheckpointFolder, iteration: int) -> str:

@@ -1,5 +1,8 @@
 """The folder of checkpoints: publishing, replacing, and the remains of killed saves."""
 
+import errno
+import os
+
 import pytest
 
 from moe_parallel.errors import InputError
@@ -19,7 +22,7 @@ def test_nothing_shows_before_publishing(tmp_path):
     assert folder.latest() is None
     folder.begin(1)
     assert folder.latest() is None and folder.iterations() == []
-    folder.abandon(1)
+    folder.tidy()
     assert list(folder.directory.iterdir()) == []
 
 
@@ -83,6 +86,85 @@ def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
     )
     (tmp_path / "iter_0000010" / "weights").unlink()
     assert checkpoints.last_good(10) == none
+
+
+def _folder(path):
+    path.mkdir()
+    (path / "held").write_text("mine")
+
+
+def _link(path):
+    _folder(path.parent.parent / "disk")
+    path.symlink_to(path.parent.parent / "disk")
+
+
+def _file(path):
+    path.write_text("mine")
+
+
+def _dangling(path):
+    path.symlink_to("nowhere")
+
+
+FIRST, THIRD, WRITING = "iter_0000001", "iter_0000003", ".iter_0000003.writing"
+IN_THE_WAY = [
+    # where, what, and what is left and named besides the last two checkpoints
+    (FIRST, _link, [], []),
+    (FIRST, _dangling, [FIRST], []),
+    (FIRST, _file, [FIRST], []),
+    (FIRST, _folder, [".iter_0000001.old"], [".iter_0000001.old"]),
+    ("mount", _folder, ["mount"], ["mount"]),
+    (THIRD, _link, [], []),
+    (THIRD, _dangling, [], []),
+    (THIRD, _file, [".iter_0000003.old"], [".iter_0000003.old"]),
+    (THIRD, _folder, [".iter_0000003.old"], [".iter_0000003.old"]),
+    (WRITING, _link, [], []),
+    (WRITING, _dangling, [], []),
+    (WRITING, _file, [WRITING], [WRITING]),
+    (WRITING, _folder, [WRITING], [WRITING]),
+]
+
+
+@pytest.mark.parametrize(("where", "put", "left", "named"), IN_THE_WAY)
+def test_nothing_in_the_way_stops_a_save(tmp_path, monkeypatch, where, put, left, named):
+    """`held` cannot be deleted, as by chattr +i, and a mount point cannot be renamed."""
+    refuse = OSError(errno.EPERM, os.strerror(errno.EPERM))
+    unlink, rename = os.unlink, os.rename
+
+    def unlink_others(path, **options):
+        if os.path.basename(path) == "held":
+            raise refuse
+        unlink(path, **options)
+
+    def rename_others(source, target):
+        if where == "mount" and os.path.basename(source) == FIRST:
+            raise refuse
+        rename(source, target)
+
+    monkeypatch.setattr(os, "unlink", unlink_others)
+    monkeypatch.setattr(os, "rename", rename_others)
+    names = [FIRST if name == "mount" else name for name in (where, *left)]
+    run = tmp_path / "run"
+    folder = CheckpointFolder(run)
+    _publish(folder, 2)
+    put(run / names[0])
+    for _ in range(2):  # the second time, what is stuck has the plain names
+        for iteration in (3, 4, 5):
+            assert _publish(folder, iteration, str(iteration), keep_last=2).is_dir()
+    found = {path.name for path in run.iterdir()} - {"latest_checkpointed_iteration.txt"}
+    assert found == {"iter_0000004", "iter_0000005", *names[1:]}
+    assert {path.name for path in folder.stuck} == set(names[1:] if named else [])
+    mine = [path for path in tmp_path.rglob("*") if not path.is_dir() and path.name == "held"]
+    assert len(mine) == (put in (_link, _folder))
+
+
+def test_a_linked_folder_has_checkpoints(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    folder = CheckpointFolder(tmp_path / "run")
+    for iteration in (1, 2, 3):
+        _publish(folder, iteration, keep_last=2)
+    assert CheckpointFolder(tmp_path / "disk").iterations() == [2, 3] and not folder.stuck
 
 
 def test_iterations_beyond_seven_digits_sort_by_number(tmp_path):
