@@ -101,32 +101,45 @@ class Resumed:
     Attributes:
         last: the records of the checkpoint's iteration.
         cut: the later records, which the run will produce again.
+        end: the iteration of the last record that stays; 0: there is none.
     """
 
     last: Sequence[MetricsLine] = ()
     cut: Sequence[MetricsLine] = ()
+    end: int = 0
 
 
 class MetricsWriter:
     """Appends records to `directory`/metrics.jsonl; each is in the file when `log` returns."""
 
-    def __init__(self, directory: Path | str, resumed_from: int | None = None) -> None:
+    def __init__(
+        self, directory: Path | str, resumed_from: int | None = None, logged: int = 0
+    ) -> None:
         """Creates the folder if necessary.
 
         `resumed_from`: the iteration of the checkpoint from which the run continues. Later records
         and an incomplete last line are cut, so that each record is there once; `resumed` has the
         later records. None: a new run; the metrics of another run in the same folder are moved to
-        metrics.previous.jsonl. Raises OSError, and InputError if the file is not a log.
+        metrics.previous.jsonl. `logged`: the last iteration that the run has logged before that
+        checkpoint; `warning` tells if its record is not there. Raises OSError, and InputError if
+        the file is not a log.
         """
         path = Path(directory) / METRICS_FILE
         self.name = str(path)
         self.resumed = Resumed()
+        self.warning: str | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resumed_from is None:
                 path.replace(path.with_name(PREVIOUS_NAME))
             else:
                 self.resumed = _cut_after(path, resumed_from)
+        if resumed_from is not None and self.resumed.end < logged:
+            end = self.resumed.end
+            self.warning = (
+                f"{path} {f'ends at iteration {end}' if end else 'is missing or empty'}, and the "
+                f"run goes on after {resumed_from}: the records between are lost"
+            )
         self._journal = Journal(path)
 
     def log(self, record: MetricsLine) -> None:
@@ -173,12 +186,12 @@ def _cut_after(path: Path, iteration: int) -> Resumed:
     """
     last: list[MetricsLine] = []
     cut: list[MetricsLine] = []
-    kept = 0
+    kept = last_iteration = 0
     for record, end in _records(path):
         if record["iteration"] > iteration or cut:
             cut.append(record)
         else:
-            kept = end
+            kept, last_iteration = end, record["iteration"]
             if record["iteration"] == iteration:
                 last.append(record)
     with path.open("r+b") as file:
@@ -186,7 +199,7 @@ def _cut_after(path: Path, iteration: int) -> Resumed:
         file.seek(max(0, kept - 1))
         if file.read() not in (b"", b"\n"):  # the last line lacks only its end
             file.write(b"\n")
-    return Resumed(last, cut)
+    return Resumed(last, cut, last_iteration)
 
 
 def _finite(value: Any) -> Any:

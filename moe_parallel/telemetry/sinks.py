@@ -106,6 +106,7 @@ def open_telemetry(
     *,
     first: int = 0,
     resumed_from: int | None = None,
+    logged: int = 0,
     tensorboard: bool = True,
     wandb_project: str | None = None,
     wandb_mode: str = "offline",
@@ -115,7 +116,8 @@ def open_telemetry(
 
     `directory`: of --save; None writes only to the console. `first`: number of iterations already
     done. `resumed_from`: the iteration of the loaded checkpoint if the logs in `directory` are of
-    the same run and are continued; None: they start anew. `config`: shown by Weights & Biases.
+    the same run and are continued; None: they start anew. `logged`: the last iteration that the run
+    has logged before it. `config`: shown by Weights & Biases.
 
     Raises InputError if the folder cannot be written, or if W&B is requested but not installed.
     """
@@ -123,6 +125,7 @@ def open_telemetry(
         raise InputError(f"--wandb-project {wandb_project}: needs a folder: give --save DIR")
     with contextlib.ExitStack() as opened:
         sinks: list[Sink] = []
+        warning = None
 
         def add(sink: Sink) -> None:
             opened.callback(sink.close)
@@ -130,7 +133,8 @@ def open_telemetry(
 
         if directory is not None:
             with _writing_to(directory):
-                metrics = MetricsWriter(directory, resumed_from)
+                metrics = MetricsWriter(directory, resumed_from, logged)
+                warning = metrics.warning
                 opened.callback(metrics.close)
                 if tensorboard:
                     # Imported here because it takes seconds, which the other ranks can save.
@@ -149,7 +153,10 @@ def open_telemetry(
                     )
                 sinks.append(metrics)  # last: the others then have every record that it has
         opened.pop_all()  # nothing failed, so the caller closes them
-    return Telemetry(open_console(train_iters, first), *sinks)
+    telemetry = Telemetry(open_console(train_iters, first), *sinks)
+    if warning is not None:
+        telemetry.say(f"warning: {warning}")
+    return telemetry
 
 
 @contextlib.contextmanager

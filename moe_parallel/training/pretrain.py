@@ -31,6 +31,7 @@ from moe_parallel.platform.gradient_loops import replace_gradient_loops
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
+from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.newest_good import newest_good
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, format_table, write_figure
@@ -137,9 +138,7 @@ def _pretrain(
         return 0
     begin_run(config, text.tokenizer)
     with (
-        _telemetry(config, stage.state.iteration)
-        if dist.get_rank() == 0
-        else Telemetry() as telemetry,
+        _telemetry(config, stage.state) if dist.get_rank() == 0 else Telemetry() as telemetry,
         open_instruments(config, text.vocab_size) as instruments,
     ):
         telemetry.say(_opening(config, groups, stage))
@@ -213,13 +212,16 @@ def seed_everything(config: Config, groups: Groups) -> None:
     )
 
 
-def _telemetry(config: Config, done: int) -> Telemetry:
-    """Opens the telemetry. `done`: the iteration of the loaded checkpoint; 0: none was loaded."""
+def _telemetry(config: Config, state: TrainingState) -> Telemetry:
+    """Opens the telemetry. `state`: of the loaded checkpoint, or of a new run."""
+    done = state.iteration
+    unlogged: int = state.unlogged["iterations"] if state.unlogged else 0
     return open_telemetry(
         config.checkpoint.save,
         config.training.train_iters,
         first=done,
         resumed_from=done if goes_on_here(config) else None,
+        logged=done - unlogged,
         tensorboard=config.logging.tensorboard,
         wandb_project=config.logging.wandb_project,
         wandb_mode=config.logging.wandb_mode,

@@ -56,7 +56,8 @@ def begins_in(load: str | None, save: str | None) -> bool:
     """
     if load is None or save is None or Path(load).resolve() != Path(save).resolve():
         return False
-    return CheckpointFolder(Path(load)).latest() is None
+    folder = CheckpointFolder(Path(load))
+    return not folder.newest_first() and folder.latest() is None
 
 
 def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
@@ -76,16 +77,16 @@ def _newest_file(load: str) -> tuple[Path, dict[str, object]]:
 
     All files of the checkpoint are checked later, by all ranks: see newest_good.py.
     """
-    named = find_checkpoint(Path(load))
-    candidates = [named] if named == Path(load) else CheckpointFolder(Path(load)).newest_first()
+    folder = Path(load)
+    candidates = CheckpointFolder(folder).newest_first() or [find_checkpoint(folder)]
     first: Damaged | None = None
     for checkpoint in candidates:
         try:
             if "config.yaml" in read_record(checkpoint)["files"]:
-                return named, read_yaml(checked_file(checkpoint, "config.yaml"))
+                return candidates[0], read_yaml(checked_file(checkpoint, "config.yaml"))
         except Damaged as error:
             first = first or error
-    raise first or InputError(f"--load {named}: it has no config.yaml: give a file with --config")
+    raise first or InputError(f"--load {load}: it has no config.yaml: give a file with --config")
 
 
 def _folder_of(checkpoint: Path, load: str) -> Path:

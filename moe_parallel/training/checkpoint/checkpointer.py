@@ -137,7 +137,7 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The newest checkpoint under `directory`, or None."""
-        return self.folder.latest()
+        return next(iter(self.folder.newest_first()), None)
 
     def save(
         self,

@@ -1,8 +1,8 @@
 """The newest checkpoint of a run that is what was saved.
 
 Whatever has a checkpoint's name was complete when it got it. Later a disk can damage it, or someone
-can copy a folder in part. A run that continues in its own folder, as a requeued job does, then
-takes the checkpoint before. A user who names one checkpoint gets that one or an error.
+copies a folder in part, or renames it. A run that continues in its own folder, as a requeued job
+does, then takes the checkpoint before. A user who names one checkpoint gets that one or an error.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ def newest_good(folder: Path) -> tuple[Path, str | None]:
     """The newest checkpoint in a run folder whose files are all unchanged. Collective.
 
     Every file of it is read, each rank reads a share. Returns the checkpoint and, if it is not the
-    newest of all, what is wrong with that one.
+    newest of all, or the tracker is damaged, what is wrong.
 
     Raises:
-        InputError: on every rank, with the error of the newest, if no checkpoint is good; or if a
+        InputError: on every rank, with the first error, if no checkpoint is good; or if a
             file cannot be read.
     """
-    newest: Damaged | None = None
-    for checkpoint in agree(CheckpointFolder(folder).newest_first):
+    checkpoints = CheckpointFolder(folder)
+    first: Damaged | None = None
+    try:
+        agree(checkpoints.latest)
+    except Damaged as error:
+        first = error
+    for checkpoint in agree(checkpoints.newest_first):
         try:
             _check(checkpoint)
         except Damaged as error:
-            newest = newest or error
+            first = first or error
         except StorageError as error:  # it may be good, and readable at the next start
             raise InputError(
                 f"--load {checkpoint} cannot be read: {error}; check the disk"
             ) from error
         else:
-            wrong = None if newest is None else str(newest).rpartition("; ")[0]
+            wrong = None if first is None else str(first).rpartition("; ")[0]
             return checkpoint, wrong
-    raise newest or InputError(f"--load {folder}: no checkpoint here; remove --load to start anew")
+    raise first or InputError(f"--load {folder}: no checkpoint here; remove --load to start anew")
 
 
 def _check(checkpoint: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_parallel.data.sealed import read_sealed
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Damaged, InputError
 from moe_parallel.reading import parse_json, read_small
 from moe_parallel.training.checkpoint.files import check_content, check_sizes, torn
 from moe_parallel.training.checkpoint.folder import RECORD, checkpoint_name, iteration_in_name
@@ -100,7 +100,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         raise torn(checkpoint, f"{RECORD} is not the record of a checkpoint")
     saved, named = record["training"]["iteration"], iteration_in_name(checkpoint)
     if named is not None and named != saved:
-        raise InputError(
+        raise Damaged(
             f"--load {checkpoint}: it was saved at iteration {saved} and has been renamed; "
             f"rename it to {checkpoint_name(saved)}, or to a name that is not an iteration's"
         )
@@ -152,13 +152,17 @@ def _is_record(record: Mapping[str, Any]) -> bool:
     return (
         counts.keys() == {"iteration", "consumed_samples", "consumed_tokens"}
         and all(_is_count(value) for value in counts.values())
-        and (unlogged is None or isinstance(unlogged, dict))
+        and (unlogged is None or _is_interval(unlogged))
         and (record.get("stream") is None or _is_stream(record["stream"]))
         and (step is None or _is_count(step))
         and (scheduler is None or _is_schedule(scheduler))
         and (record.get("fp8_state") is None or isinstance(record["fp8_state"], dict))
         and all(_is_file(name, facts) for name, facts in files.items())
     )
+
+
+def _is_interval(sums: Any) -> bool:
+    return isinstance(sums, dict) and _is_count(sums.get("iterations"))
 
 
 def _is_stream(stream: Any) -> bool:

@@ -34,14 +34,35 @@ def _flip(path):
     path.write_bytes(content)
 
 
+def _exchange(at):
+    other, aside = at.with_name("iter_0000001"), at.with_name("aside")
+    for source, target in ((at, aside), (other, at), (aside, other)):
+        source.rename(target)
+
+
+def _cut_log(at):
+    log = at.with_name("metrics.jsonl")
+    log.write_text(log.read_text().partition('{"iteration": 2')[0])
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
 DAMAGES = {
     "a shard is cut": (lambda at: os.truncate(at / "__1_0.distcp", 100), "__1_0.distcp has 100"),
     "a shard is missing": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "a bit of a shard": (lambda at: _flip(at / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "the record": (lambda at: (at / "checkpoint.json").write_text("{"), "checkpoint.json is"),
     "the configuration": (lambda at: _flip(at / "config.yaml"), "config.yaml is damaged"),
+    "the record of another iteration": (
+        lambda at: shutil.copy(at.with_name("iter_0000002") / "checkpoint.json", at),
+        "it was saved at iteration 2 and has been renamed",
+    ),
+    "exchanged": (_exchange, "it was saved at iteration 1 and has been renamed"),
+    "no log": (lambda at: at.with_name("metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "a cut log": (_cut_log, "metrics.jsonl ends at iteration 1, and the run goes on after 3"),
+    "a tracker of none": (lambda at: at.with_name(TRACKER).write_text("999"), "says 999, but"),
+    "an empty tracker": (lambda at: at.with_name(TRACKER).write_text(""), "says '' instead"),
 }
-QUICK = ("a bit of a shard", "the configuration")
+QUICK = ("the configuration", "exchanged", "a cut log", "an empty tracker")
 REST = tuple(name for name in DAMAGES if name not in QUICK)
 
 
@@ -57,13 +78,11 @@ def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path, dama
     ends, others = run_distributed(2, _run_each, commands, timeout=600)
     assert [code for code, _ in ends + others] == [0] * 2 * len(runs)
     for run, (_, output), name in zip(runs, ends, damages, strict=True):
-        (line,) = [line for line in output.splitlines() if line.startswith("warning: --load")]
-        assert line.startswith(
-            f"warning: --load {run}/iter_0000003: the checkpoint is incomplete or damaged: "
-            + DAMAGES[name][1]
-        )
-        assert line.endswith("; the run continues from iter_0000002")
-        assert "going on after iteration 2" in output
+        (line,) = [line for line in output.splitlines() if line.startswith("warning: ")]
+        assert str(run) in line and DAMAGES[name][1] in line
+        iteration = 3 if "log" in name or "tracker" in name else 2
+        assert "log" in name or line.endswith(f"; the run continues from iter_000000{iteration}")
+        assert f"going on after iteration {iteration}" in output
         for iteration in (3, 4):
             name = f"iter_{iteration:07d}"
             assert same_bytes(stored_tensors(run / name), stored_tensors(whole / name))
