@@ -249,8 +249,7 @@ KEPT = {"aoe_recompute_scores": False, "aoe_recompute_gate": False}
 SENT = {"aoe_send_activations": True}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("system", ["aoe", "aoe, by bias"])
+@pytest.mark.parametrize("system", rest_in_full(["aoe", "aoe, by bias"], "aoe, by bias"))
 def test_what_is_kept_and_sent_changes_no_result(start: Starts, system: str) -> None:
     options = model(system)
     expected = start(system).on_one_rank
