@@ -1,6 +1,6 @@
 """The messages of a rank in one step, and how many of their bytes cross each kind of link.
 
-The symbols are those of `activations`. Messages of at most 16 bytes (the norm of the gradients, the
+The symbols are those of `activations`. Messages of at most 24 bytes (the norm of the gradients, the
 loss that is reported) are left out.
 """
 
@@ -25,7 +25,7 @@ TENSOR, CONTEXT, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN, COUPLING, LOADS
     "coupling loss", "loads",
 )  # fmt: skip
 
-SMALL = 16  # bytes of messages that are left out
+SMALL = 24  # bytes of messages that are left out
 SHARED_GATE = "w_shared_gate"
 
 
