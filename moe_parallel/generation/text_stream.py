@@ -46,8 +46,8 @@ class TextStream:
             self.stopped = True
             return self._give(whole[: min(found)])
         complete = whole.rstrip(_UNFINISHED)
-        # A character has at most four bytes: more than three of these do not begin one.
-        certain = complete if len(whole) - len(complete) < 4 else whole
+        # A character has at most four bytes: the last three of these may begin one.
+        certain = whole[: max(len(complete), len(whole) - 3)]
         return self._give(certain[: len(certain) - self._held_back(certain)])
 
     def end(self) -> str:

@@ -70,6 +70,8 @@ def test_bytes_that_are_no_text_are_not_held_back_for_ever(bpe: Tokenizer) -> No
     second_byte = bpe.tokenize("é")[-1]
     stream = TextStream(bpe)
     assert "".join(stream.add(second_byte) for _ in range(6)).count("�") >= 3
+    # A character may begin after them.
+    assert "".join(map(stream.add, bpe.tokenize("é and"))).endswith("é and")
 
 
 def test_numbers_are_separated_from_the_prompt() -> None:
