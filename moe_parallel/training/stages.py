@@ -125,8 +125,7 @@ class Stages:
 
     def _take_weights(self, load: str, engine: Engine) -> str:
         """Start a new run with the weights of `load`; returns a note that names it."""
-        loaded = self.checkpoints.load(Path(load), engine.chunks, None, None)
-        engine.optimizer.reload_model_params()  # the optimizer may have its own fp32 copies
+        loaded = self.checkpoints.load(Path(load), engine.chunks, engine.optimizer, None)
         return f"the weights are those of {load} at iteration {loaded.iteration}"
 
     def _upcycles(self, load: str) -> bool:
@@ -138,13 +137,12 @@ class Stages:
         state = self.checkpoints.upcycle(
             Path(load),
             engine.chunks,
-            None if starts_anew else engine.optimizer,
+            engine.optimizer,
             None if starts_anew else engine.scheduler,
             expected_dense(self.config, self.vocab_size),
             self.config.training.seed,
         )
         if starts_anew:
-            engine.optimizer.reload_model_params()  # the optimizer may have its own fp32 copies
             return TrainingState(0, 0, 0)
         return replace(state, unlogged=None)  # its sums are those of the dense layers
 

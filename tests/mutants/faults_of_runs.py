@@ -232,8 +232,7 @@ FAULTS_OF_RUNS = [
     Fault(
         "the optimizer of a fine-tuned run begins at random weights",
         f"{TRAINING}/stages.py",
-        "self.checkpoints.load(Path(load), engine.chunks, None, None)\n"
-        "        engine.optimizer.reload_model_params()",
+        "self.checkpoints.load(Path(load), engine.chunks, engine.optimizer, None)",
         "self.checkpoints.load(Path(load), engine.chunks, None, None)",
         ("tests/training/test_finetune.py",),
     ),

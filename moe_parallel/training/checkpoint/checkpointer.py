@@ -230,7 +230,8 @@ class Checkpointer:
     ) -> TrainingState:
         """Load a checkpoint, or the latest one in a folder, into models, optimizer and scheduler.
 
-        Without an optimizer only the weights are loaded, for evaluation or conversion.
+        Without a scheduler only the weights are loaded, with the optimizer's fp32 copies of them:
+        for a new run, evaluation or conversion.
 
         Raises:
             InputError: on every rank, if there is no checkpoint at `path`, if it is incomplete, or
@@ -238,12 +239,14 @@ class Checkpointer:
         """
         with _reading(path):
             expected = Expected(self.fingerprint, self.same_schedule)
-            checkpoint, record = _open(path, expected, optimizer, scheduler)
+            checkpoint, record = _open(path, expected, scheduler)
             model = model_tensors(model_chunks)
             held = [] if optimizer is None else pieces(optimizer, model)
-            content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
+            content: dict[str, Any] = {"model": model}
+            if scheduler is not None:
+                content["moments"] = moment_tensors(held)
             if record["layout"] == self.layout:
-                if optimizer is not None:
+                if scheduler is not None:
                     content["random"] = of_this_rank("random_state", None)
                 content |= fp8_state_to_read(model_chunks, record)
             stored = agree(lambda: stored_tensors(checkpoint))
@@ -256,8 +259,7 @@ class Checkpointer:
             ):
                 chunk.load_state_dict(weights)
             agree(lambda: set_fp8_state(model_chunks, loaded))
-            if optimizer is not None:
-                read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
+            read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
             return _go_on(record, held, scheduler, loaded)
 
     def upcycle(
@@ -272,8 +274,8 @@ class Checkpointer:
         """Load the checkpoint of a dense model into a model of experts: see model/upcycling.py.
 
         Weights that only the model of experts has stay as they are; their moments stay zero. The
-        schedule is that of `scheduler`, at the iteration of the checkpoint. Without an optimizer
-        only the weights are loaded.
+        schedule is that of `scheduler`, at the iteration of the checkpoint. Without a scheduler
+        only the weights are loaded, as by `load`.
 
         Args:
             expected: the required properties of the dense checkpoint.
@@ -283,18 +285,19 @@ class Checkpointer:
             InputError: as `load`, and if the dense model has other sizes.
         """
         with _reading(path):
-            checkpoint, record = _open(path, expected, optimizer, scheduler)
+            checkpoint, record = _open(path, expected, scheduler)
             model = model_tensors(model_chunks)
             held = [] if optimizer is None else pieces(optimizer, model)
             stored = agree(lambda: stored_tensors(checkpoint))
             reader = DenseReader(stored, seed)
             weights = placed_tensors(most_precise(model, stored))
-            same = reader.same([*weights, *moment_tensors(held).values()])
+            moments = {} if scheduler is None else moment_tensors(held)
+            same = reader.same([*weights, *moments.values()])
             masters = reader.same(masters_to_read(held, stored).values())
             content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
             check_tensors(checkpoint, content, stored, self.states)
 
-            if record["layout"] == self.layout and optimizer is not None:
+            if record["layout"] == self.layout and scheduler is not None:
                 content["random"] = of_this_rank("random_state", None)
             loaded = read_tensors(content, checkpoint)
             read_tensors({"masters": numbered(masters)}, checkpoint)
@@ -303,14 +306,11 @@ class Checkpointer:
 
 
 def _open(
-    path: Path,
-    expected: Expected,
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
+    path: Path, expected: Expected, scheduler: OptimizerParamScheduler | None
 ) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, and its record; both have been checked. Collective."""
     checkpoint = agree(lambda: find_checkpoint(path))
-    record = agree(lambda: checked_record(checkpoint, expected, optimizer, scheduler))
+    record = agree(lambda: checked_record(checkpoint, expected, scheduler))
     agree(lambda: check_content(checkpoint, record["files"], rank_share()))
     if record["format"] == UNSEALED and dist.get_rank() == 0:
         print(
@@ -340,8 +340,8 @@ def _go_on(
     loaded: Mapping[str, Any],
 ) -> TrainingState:
     """Restore what is not a tensor: Adam's step, the schedule's, the random states if loaded."""
-    set_adam_step(held, record["adam_step"])
     if scheduler is not None:
+        set_adam_step(held, record["adam_step"])
         scheduler.num_steps = 0
         scheduler.step(increment=record["scheduler"]["num_steps"])
     if "random" in loaded:

@@ -52,22 +52,16 @@ class Expected:
 
 
 def checked_record(
-    checkpoint: Path,
-    expected: Expected,
-    optimizer: object | None,
-    scheduler: OptimizerParamScheduler | None,
+    checkpoint: Path, expected: Expected, scheduler: OptimizerParamScheduler | None
 ) -> dict[str, Any]:
     """The record of a checkpoint that is as expected; raises InputError that lists differences.
 
-    `optimizer`, `scheduler`: the objects whose state will be loaded; None: not loaded.
+    `scheduler`: its state will be loaded, with that of the optimizer; None: neither.
     """
     record = read_record(checkpoint)
     _compare(checkpoint, record["fingerprint"], as_json(expected.fingerprint), expected.remedy)
-    for part, key, wanted in (
-        ("optimizer", "adam_step", optimizer),
-        ("scheduler", "scheduler", scheduler),
-    ):
-        if wanted is not None and record[key] is None:
+    for part, key in (("optimizer", "adam_step"), ("scheduler", "scheduler")):
+        if scheduler is not None and record[key] is None:
             raise InputError(
                 f"--load {checkpoint}: it has weights, but no state of the {part} to continue "
                 "training with; load one that training has saved, or start a new run with its "
