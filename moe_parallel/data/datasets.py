@@ -177,26 +177,28 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def documents_of(source: Source, side: Split, documents: int) -> np.ndarray | None:
-    """The documents of a side, ascending, in its file of `documents`; None: --split gives it none.
+    """bool [documents]: those of a side, in its file of `documents`; None: --split gives it none.
 
     The parts have Megatron's sizes. Their documents are drawn with a fixed seed, because files are
     often sorted: their last tenth may be text of one kind.
     """
     if source.split is None:
-        return np.arange(documents)
+        return np.ones(documents, dtype=bool)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
     part = matrix[side.value]
     if part is None:
         return None
     first, last = (round(fraction * documents) for fraction in part)
     order = np.random.RandomState(_SEED_OF_SIDES).permutation(np.arange(documents, dtype=np.int32))
-    return np.sort(order[first:last])
+    chosen_D = np.zeros(documents, dtype=bool)
+    chosen_D[order[first:last]] = True
+    return chosen_D
 
 
 def _check_source(
     source: Source, tokenizer: Tokenizer, seq_length: int
 ) -> tuple[_Part, _Part | None]:
-    for prefix in (source.train_prefix, source.valid_prefix):
+    for prefix in dict.fromkeys((source.train_prefix, source.valid_prefix)):
         check_tokenizer(prefix, tokenizer)
         _check_length(prefix, seq_length)
         check_indexed(prefix, tokenizer.vocab_size)
@@ -220,11 +222,9 @@ def _check_source(
 def _part(source: Source, side: Split, prefix: str) -> _Part | None:
     file = IndexedDataset(prefix)
     sizes_D = np.diff(file.document_indices)  # Megatron's documents may have several sequences
-    documents = documents_of(source, side, len(sizes_D))
-    if documents is None:
+    chosen_D = documents_of(source, side, len(sizes_D))
+    if chosen_D is None:
         return None
-    chosen_D = np.zeros(len(sizes_D), dtype=bool)
-    chosen_D[documents] = True
     return _Part(prefix, file, np.flatnonzero(np.repeat(chosen_D, sizes_D)).astype(np.int32))
 
 

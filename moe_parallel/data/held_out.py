@@ -24,8 +24,8 @@ def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[in
     check_tokenizer(source.valid_prefix, tokenizer)
     check_indexed(source.valid_prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(source.valid_prefix)
-    numbers = documents_of(source, Split.valid, len(dataset.document_indices) - 1)
-    for number in () if numbers is None else numbers:
+    chosen_D = documents_of(source, Split.valid, len(dataset.document_indices) - 1)
+    for number in () if chosen_D is None else np.flatnonzero(chosen_D):
         first, last = dataset.document_indices[number : number + 2]
         ids = np.concatenate([dataset[i] for i in range(first, last)])
         ids = ids[ids != tokenizer.eod]
