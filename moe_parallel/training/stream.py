@@ -47,7 +47,7 @@ def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list
     made_of = agree(lambda: _made_of(config, sources))
     size = training.global_batch_size
     fresh = Stream(made_of, 0, (training.train_iters * size,))
-    if checkpoint.load is None or checkpoint.finetune:
+    if checkpoint.load is None:
         return fresh, []
     load = Path(checkpoint.load)
     record = agree(lambda: read_record(find_checkpoint(load)))
@@ -58,24 +58,34 @@ def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list
             "data, --split and --seed are the same is not checked, and the version that saved it "
             "held out other documents of --data-path"
         )
-        return fresh, [unknown] if done["consumed_samples"] else []  # a conversion has used none
-    if training.skip_train:
-        return fresh, []
+        # a conversion has used none
+        return fresh, [unknown] if done["consumed_samples"] and not checkpoint.finetune else []
+    differing = {
+        flag: f"{flag} is {_shown(known)} in the checkpoint and {_shown(made_of[flag])} here"
+        for flag, known in before["made_of"].items()
+        if flag in made_of and not _equal(known, made_of[flag])
+    }
+    warnings = []
+    files, before_files = (
+        {each["idx"] for each in data["--data-path"]} for data in (made_of, before["made_of"])
+    )
+    if "--split" in differing and files & before_files:
+        warnings = [
+            f"--load {load}: {differing['--split']}: text that is held out here may be text that "
+            "it was trained on"
+        ]
+    if training.skip_train or checkpoint.finetune:
+        return fresh, warnings
     rest = max(0, training.train_iters - done["iteration"]) * size
-    differing = [
-        f"{flag} is {_shown(before['made_of'][flag])} in the checkpoint and {_shown(here)} here"
-        for flag, here in made_of.items()
-        if flag in before["made_of"] and not _equal(before["made_of"][flag], here)
-    ]
     upcycles = config.moe.moe_use_upcycling and record["fingerprint"].get("--num-experts") is None
     if differing and not (checkpoint.override_data or upcycles):
         raise InputError(
-            f"--load {load}: {', '.join(differing)}; its position would be one in other samples: "
-            "use the values of its config.yaml, or go on with the first sample of the data given "
-            "here by --override-data"
+            f"--load {load}: {', '.join(differing.values())}; its position would be one in other "
+            "samples: use the values of its config.yaml, or go on with the first sample of the "
+            "data given here by --override-data"
         )
     if differing:
-        return Stream(made_of, done["consumed_samples"], (max(1, rest),)), []
+        return Stream(made_of, done["consumed_samples"], (max(1, rest),)), warnings
     ends, end = tuple(before["ends"]), done["consumed_samples"] - before["first"] + rest
     return Stream(made_of, before["first"], (*ends, end) if end > ends[-1] else ends), []
 

@@ -68,6 +68,10 @@ def _journeys(options, place):
     found["overridden, continued"] = _run(options, save, seed=7)
     fresh = {"finetune": True, "load": place / "half", "seed": 7}
     found["fine-tuned"] = _run(options, place / "tuned", **fresh)
+    split = {"load": place / "half", "split": "8,2,0"}
+    found["split: fine-tuned"] = _run(options, place / "tuned 2", finetune=True, **split)
+    found["split: evaluated"] = _run(options, None, skip_train=True, eval_iters=1, **split)
+    went_on("split: overridden", split="8,2,0", override_data=True)
     record = place / "half/iter_0000003/checkpoint.json"
     write_sealed(record, {k: v for k, v in read_sealed(record).items() if k != "stream"})
     went_on("an old checkpoint")
@@ -123,6 +127,11 @@ def test_other_data_by_the_flag_begin_with_their_first_sample(found):
     assert overridden[:3] == found["straight"][:3] and overridden[3:] != found["straight"][3:]
     assert found["overridden"] == overridden[:5] and len(overridden) == 6
     assert overridden[3] == found["fine-tuned"][0]
+
+
+@pytest.mark.parametrize("way", ["fine-tuned", "evaluated", "overridden"])
+def test_held_out_text_that_may_have_been_trained_on_is_told(found, way):
+    assert found[f"split: {way}"].count("held out here may be text that it was trained on") == 1
 
 
 def test_a_checkpoint_that_does_not_record_its_data_is_loaded_with_a_warning(found):
