@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from moe_parallel.selection.tokens import Tokens
-
-_LARGEST = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -96,30 +95,32 @@ def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Ten
     return experts_TE.masked_fill(~filled_TE, -1), probs_TE.gather(1, experts_TE)
 
 
-def greatest(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None = None) -> torch.Tensor:
+def greatest(
+    values_TE: torch.Tensor, k: int, ties: Callable[[Any], torch.Tensor] | None = None
+) -> torch.Tensor:
     """The k experts with the largest values of each token, largest first: int64 [T, k].
 
-    Equal values are in the order of `ties_TE`, largest first, if it is given, and then the lowest
-    index comes first. NaN is the largest, as in torch.sort; a tie's is that of a value.
+    Equal values are in the order of other values, largest first, if `ties` gives these for an index
+    of tokens, and then the lowest index comes first. NaN is the largest, as in torch.sort.
     """
-    if ties_TE is not None:  # without a sort of all E, which takes several times as long
-        kth_T1 = values_TE.topk(k, dim=1).values[:, -1:]
-        candidates_TE = ties_TE.clamp(min=torch.finfo(ties_TE.dtype).min)
-        candidates_TE.masked_fill_(values_TE > kth_T1, torch.nan)
-        candidates_TE.masked_fill_(values_TE < kth_T1, -torch.inf)
-        return best_first(values_TE, best_first(ties_TE, greatest(candidates_TE, k)))
-    if values_TE.dtype != torch.float32 or values_TE.is_cuda:
-        return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
-    # On a CPU torch.topk is faster than a stable sort, but takes any of several equal values. No
-    # two of these keys are equal: the bits of a value, in its order, and the index, counted down.
-    # In place, because new memory would take longer than the arithmetic.
-    bits_TE = (values_TE + 0.0).view(torch.int32)  # so that -0 equals 0
-    bits_TE ^= (bits_TE >> 31).bitwise_and_(_LARGEST)
-    bits_TE.masked_fill_(values_TE.isnan(), _LARGEST)
-    last = values_TE.shape[1] - 1
-    down_E = torch.arange(last, -1, -1, device=values_TE.device)
-    keys_TE = bits_TE.long().bitwise_left_shift_(32).bitwise_or_(down_E)
-    return last - (keys_TE.topk(k, dim=1).values & 0xFFFFFFFF)
+    if values_TE.is_cuda:  # the host does not wait to know where values are equal
+        return _sorted(values_TE, ties and ties(slice(None)))[:, :k].contiguous()
+    # torch.topk is several times as fast as a stable sort, but takes any of several equal values.
+    # Without these, each token has E - k values below its k-th and k - 1 below the one before.
+    values_TK, experts_TK = values_TE.topk(k, dim=1)
+    below_TE, falls_TK = values_TE < values_TK[:, -1:], values_TK[:, 1:] < values_TK[:, :-1]
+    num_tokens, num_experts = values_TE.shape
+    if below_TE.count_nonzero() + falls_TK.count_nonzero() < num_tokens * (num_experts - 1):
+        tied = (below_TE.sum(dim=1) + falls_TK.sum(dim=1) < num_experts - 1).nonzero()[:, 0]
+        experts_TK[tied] = _sorted(values_TE[tied], ties and ties(tied))[:, :k]
+    return experts_TK
+
+
+def _sorted(values_TE: torch.Tensor, ties_TE: torch.Tensor | None) -> torch.Tensor:
+    if ties_TE is None:
+        return values_TE.argsort(dim=1, descending=True, stable=True)
+    order_TE = ties_TE.argsort(dim=1, descending=True, stable=True)
+    return order_TE.gather(1, _sorted(values_TE.gather(1, order_TE), None))
 
 
 def best_first(scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:

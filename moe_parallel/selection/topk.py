@@ -99,16 +99,16 @@ class GroupLimit:
 
     def limited(self, ranked_TE: torch.Tensor, scores_TE: torch.Tensor, k: int) -> torch.Tensor:
         """`ranked_TE` with -inf for the experts of all other groups; scores decide ties."""
-        grouped_TGM, scores_TGM = (
-            x_TE.unflatten(1, (self.num_groups, -1)) for x_TE in (ranked_TE, scores_TE)
-        )
-        value_TG, score_TG = (
-            x_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
-            for x_TGM in (grouped_TGM, scores_TGM)
-        )
-        groups = greatest(value_TG, self.topk, score_TG)
-        allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter(1, groups, True)
-        return grouped_TGM.masked_fill(~allowed_TG[:, :, None], -torch.inf).flatten(1)
+
+        def best(x_TE: torch.Tensor) -> torch.Tensor:
+            x_TGM = x_TE.unflatten(1, (self.num_groups, -1))
+            return x_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
+
+        groups = greatest(best(ranked_TE), self.topk, lambda tied: best(scores_TE[tied]))
+        others_TG = ranked_TE.new_ones(len(ranked_TE), self.num_groups, dtype=torch.bool)
+        others_TG.scatter_(1, groups, False)
+        size = ranked_TE.shape[1] // self.num_groups
+        return ranked_TE.masked_fill(others_TG.repeat_interleave(size, dim=1), -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class TopK:
             ranked_TE = ranked_TE + self.bias_E
         if self.groups is not None:
             ranked_TE = self.groups.limited(ranked_TE, own_TE, self.k)
-        ties_TE = None if self.ranking is None else own_TE
-        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
+        ties = None if self.ranking is None else own_TE.__getitem__
+        return self.of(scores_TE, greatest(ranked_TE, self.k, ties))
 
     def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """The values by which experts are ranked, without the bias and without gradient."""
