@@ -114,7 +114,8 @@ def seed_ranks(seed: int, groups: Groups) -> None:
     """Seed the generators of torch and Megatron-Core for `uniform_like`."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    seed += 100 * (groups.pp.rank() + groups.pp.size() * groups.dp.rank())
+    # In steps of more than all that Megatron-Core adds to a seed, so that no two states are equal.
+    seed += 10**6 * (groups.pp.rank() + groups.pp.size() * groups.dp.rank())
     torch.manual_seed(seed)
     # No layer draws from the state of experts, whose seed could be that of another state.
     model_parallel_cuda_manual_seed(seed, tp_rank=groups.tp_cp.rank(), ep_rank=0, etp_rank=0)

@@ -2,11 +2,13 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
@@ -103,6 +105,30 @@ def test_jitter_is_for_the_router_and_for_training(size, same_sequences):
             close(output.reshape(-1, WIDTH), _all_experts(given, scores), 1e-6, "output")
     for number, noise in enumerate(noises):  # each time, and on each rank, the noise is different
         assert all(abs(noise - other).max() > 0.1 for other in noises[:number])
+
+
+def _number_of_states(ranks: list[tuple[int, int]]) -> int:
+    """The number of different random states of ranks of dp and of tp and cp."""
+
+    def of_rank(rank: int) -> Any:
+        return SimpleNamespace(rank=lambda: rank, size=lambda: 128)
+
+    states = set()
+    for dp, tp_cp in ranks:
+        seed_ranks(7, SimpleNamespace(pp=of_rank(0), dp=of_rank(dp), tp_cp=of_rank(tp_cp)))
+        tracked = get_cuda_rng_tracker().get_states().items()
+        states |= {state.numpy().tobytes() for name, state in tracked if "expert" not in name}
+    return len(states)
+
+
+@pytest.mark.full
+def test_no_two_states_of_a_large_run_are_equal():
+    """Each data-parallel rank has one for numbers per sequence, each rank one for those per token.
+
+    Megatron-Core adds 2,718 and the rank of tp and cp to a seed.
+    """
+    ranks = [(dp, tp_cp) for dp in range(30) for tp_cp in (0, 82, 100)]
+    assert run_distributed(1, _number_of_states, ranks) == [30 + 90]
 
 
 def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
