@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -62,6 +62,18 @@ _PARTS: dict[tuple[str, str], Any] = {
 }
 
 
+class _Memo(dict[int, Any]):
+    """Objects that a pickle uses again: none that hold others. To hash or show sixty pairs, each of
+    the one before, twice, has no end."""
+
+    def __getitem__(self, key: int) -> Any:
+        value = super().__getitem__(key)
+        kind = type(value)
+        holds = kind in (tuple, list, dict, set, frozenset) or dataclasses.is_dataclass(kind)
+        _demand(not holds, f"it uses a {kind.__name__} twice")
+        return value
+
+
 class _Unpickler(pickle._Unpickler):
     """Python's own in Python: the one in C allocates what a pickle tells it to, and an instruction
     that sets the attributes of an object may be given a class."""
@@ -69,6 +81,11 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
     dispatch = dict(pickle._Unpickler.dispatch)
     del dispatch[pickle.BYTEARRAY8[0]]  # would allocate, too
+    del dispatch[pickle.DUP[0]]
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.memo = _Memo()
 
     def load_build(self) -> None:
         kind = type(self.stack[-2])

@@ -163,6 +163,21 @@ def test_an_index_allocates_no_more_than_it_has(tmp_path, content):
     _refused(tmp_path, content)
 
 
+@pytest.mark.parametrize("pair", [b"q\x00h\x00\x86", b"2\x86"], ids=["memo", "copy"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        (b"}", b"Ns."),
+        (b"(", b"\x91."),
+        (b"ctorch.serialization\n_get_layout\n", b"\x85R."),
+        (b"cbuiltins\ngetattr\n", b"X\x01\0\0\0a\x86R."),
+    ],
+    ids=["key", "set", "argument", "shown"],
+)
+def test_nothing_in_an_index_doubles_without_end(tmp_path, pair, use):
+    _refused(tmp_path, b"\x80\x04" + use[0] + b"N" + 60 * pair + use[1])
+
+
 def _may_run_code(call):
     name = ast.unparse(call.func)
     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
