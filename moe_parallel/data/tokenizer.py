@@ -31,7 +31,7 @@ from moe_parallel.data.tokenizer_files import (
     fetch_from_hub,
     find_end_of_document,
     first_line,
-    panics_told,
+    faults_told,
     read_config,
     read_fast,
     write_config,
@@ -124,16 +124,16 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        with panics_told():
+        with faults_told():
             return self.model.encode(text, add_special_tokens=False).ids
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        with panics_told():
+        with faults_told():
             encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        with panics_told():
+        with faults_told():
             return self.model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     @cached_property

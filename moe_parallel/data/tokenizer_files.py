@@ -44,7 +44,9 @@ def read_fast(file: Path) -> tokenizers.Tokenizer:
     """Open a tokenizer.json."""
     try:
         return _bounded(tokenizers.Tokenizer.from_buffer(read_small(file, _MOST_BYTES)))
-    except Exception as error:  # the library raises plain Exception for a file it cannot parse
+    except BaseException as error:
+        if not _is_fault(error):
+            raise
         raise InputError(
             f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library "
             f"({first_line(error)})"
@@ -59,17 +61,22 @@ def _bounded(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return model
 
 
+def _is_fault(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: for a panic, what is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 @contextmanager
-def panics_told() -> Iterator[None]:
-    """Convert a panic of the tokenizers library, which is no Exception, to InputError."""
+def faults_told() -> Iterator[None]:
+    """Convert any error of the tokenizers library about a text to InputError."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not _is_fault(error):
             raise
         raise InputError(
-            f"--tokenizer-model: the tokenizer gives up on a text ({first_line(error)}): simplify "
-            "the regular expressions in its tokenizer.json, or name another"
+            f"--tokenizer-model: the tokenizer gives up on a text ({first_line(error)}): repair or "
+            "simplify the rules in its tokenizer.json, or name another"
         ) from None
 
 
@@ -116,7 +123,9 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
             str(folder), trust_remote_code=False, local_files_only=True
         )
         return _bounded(opened.backend_tokenizer)
-    except Exception as error:
+    except BaseException as error:
+        if not _is_fault(error):
+            raise
         raise InputError(
             f"--tokenizer-model {folder} holds no tokenizer that transformers can open without "
             f"running code of the folder's own ({first_line(error)})"

@@ -69,11 +69,23 @@ def endless_expression(rules: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
+def short_charsmap(rules: dict[str, Any]) -> None:
+    """The library panics while it opens the file."""
+    rules["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AQ=="}
+
+
+def no_unknown(rules: dict[str, Any]) -> None:
+    vocabulary = {"<|endoftext|>": 0}
+    rules["model"] = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": vocabulary}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (huge_id, "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most"),
-        (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: simplify"),
+        (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: repair"),
+        (short_charsmap, "tokenizer.json is not a tokenizer.json .*Cannot parse precompiled"),
+        (no_unknown, "--tokenizer-model: the tokenizer gives up on a text .*Missing .UNK. .*"),
     ],
 )
 def test_rules_without_bounds_are_one_line(
