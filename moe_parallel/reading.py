@@ -26,12 +26,21 @@ _LARGEST = sys.float_info.max
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a file to read. Raises OSError, also for a pipe or a device, which may have no end."""
+    """Open a file to read. Raises OSError, also for a pipe or a device, which may have no end.
+
+    A pipe that the shell hands over, by `<(...)` or `|` and /dev/stdin, is opened once.
+    """
     # Without O_NONBLOCK, opening a pipe waits for its writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    mode, reason = os.fstat(file.fileno()).st_mode, "it is not a regular file"
+    if stat.S_ISFIFO(mode) and str(path).startswith(("/dev/fd/", "/dev/stdin")):
+        os.set_blocking(file.fileno(), True)
+        mode, reason = stat.S_IFREG, "it is a pipe, and was read before: name a file"
+        if not file.peek(1):
+            mode = stat.S_IFIFO
+    if not stat.S_ISREG(mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, reason, str(path))
     return file
 
 

@@ -1,5 +1,6 @@
 """YAML files: the same values as flags, a round trip, and every kind of wrong file."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     absent = tmp_path / "absent.yaml"
     assert message_for(absent) == f"--config {absent} does not exist: name a YAML file"
     assert message_for(tmp_path) == f"--config {tmp_path} cannot be read: Is a directory"
+    reader, writer = os.pipe()
+    os.write(writer, b"seed: 6")
+    os.close(writer)
+    given = f"/dev/fd/{reader}"
+    assert parse_command_line(["--config", given]).training.seed == 6
+    assert message_for(given).endswith(
+        "cannot be read: it is a pipe, and was read before: name a file"
+    )
+    os.close(reader)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("save: caf\u00e9".encode("latin-1"))
     assert message_for(latin) == f"--config {latin} is not UTF-8 text (byte 9)"
