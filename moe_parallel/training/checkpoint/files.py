@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -57,8 +58,8 @@ def check_sizes(checkpoint: Path, files: Files) -> None:
     """Check that every file exists in its full size; raises Damaged."""
     for name, facts in files.items():
         path = checkpoint / name
-        if not path.is_file():
-            raise torn(checkpoint, f"{name} is missing")
+        if not os.path.isfile(path):  # also for a name that is too long
+            raise torn(checkpoint, f"{name[:200]} is missing")
         if path.stat().st_size != facts["bytes"]:
             size = path.stat().st_size
             raise torn(checkpoint, f"{name} has {size} bytes instead of {facts['bytes']}")

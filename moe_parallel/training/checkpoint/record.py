@@ -180,7 +180,7 @@ def _is_schedule(state: Any) -> bool:
 
 def _is_file(name: str, facts: Any) -> bool:
     path = PurePosixPath(name)
-    inside = not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    inside = not path.is_absolute() and ".." not in path.parts and name.isprintable()
     described = isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"}
     return inside and described and all(_is_count(value) for value in facts.values())
 

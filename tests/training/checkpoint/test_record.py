@@ -111,6 +111,14 @@ def test_what_is_no_record_is_one_line(tmp_path, text):
     assert "the checkpoint is incomplete or damaged: checkpoint.json is " in _error(path)
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "x" * 5000], ids=["half", "line", "long"])
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path, name):
+    path = _checkpoint(tmp_path)
+    files = {name: {"bytes": 1, "crc32": 1}}
+    write_sealed(path / "checkpoint.json", RECORD | {"files": files, "format": FORMAT})
+    assert "\n" not in _error(path)
+
+
 @pytest.mark.parametrize("kind", ["a pipe", "/dev/zero"])
 def test_a_record_without_end_is_one_line(tmp_path, kind):
     record = _checkpoint(tmp_path) / "checkpoint.json"
