@@ -85,7 +85,9 @@ def _is_array(path: Path) -> bool:
     """Whether numpy finds an array of integers; otherwise it would try to load a pickle."""
     try:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
+    except OSError:
+        raise
+    except Exception:  # arbitrary bytes may cause any error
         return False
     return isinstance(array, np.ndarray) and array.dtype.kind in "iu"
 

@@ -114,7 +114,7 @@ def _iterations(folder: Path, flag: str) -> range:
         raise InputError(f"{flag} {folder}: {error.strerror or error}: {_REMEDY}") from error
     found = {int(name[:-4]) for name in names if _is_step(name)}
     successive = range(min(found), max(found) + 1) if found else range(0)
-    if len(found) != len(successive):
+    if len(found) != successive.stop - successive.start:
         lacking = next(number for number in successive if number not in found)
         raise InputError(f"{flag} {folder} lacks the step of iteration {lacking}: {_REMEDY}")
     return successive
@@ -143,6 +143,7 @@ def _parse(file: Path) -> tuple[TraceShape, TraceStep]:
         AttributeError,  # another file of NumPy is an array
         EOFError,
         MemoryError,  # a size that is damaged
+        OverflowError,
         RuntimeError,  # zipfile's for what it does not read
         TypeError,
         ValueError,

@@ -44,7 +44,8 @@ def test_an_edited_index_is_built_again(tmp_path: Path, index: str) -> None:
 def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path, index: str) -> None:
     expected = stream(numbered_datasets(tmp_path))
     marker = tmp_path / "marker"
-    for hostile in (pickle.dumps(Payload(marker)), _object_array(tmp_path, marker)):
+    brackets = b"\x93NUMPY\x01\0" + (3000).to_bytes(2, "little") + b"(" * 2999 + b"\n"
+    for hostile in (pickle.dumps(Payload(marker)), _object_array(tmp_path, marker), brackets):
         for sealed in (False, True):
             for path in cache_of(tmp_path).glob(f"*{index}.npy"):
                 path.write_bytes(hostile)

@@ -274,6 +274,8 @@ def test_a_folder_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "trace", *range(5, 12), done=4)
     (folder / "6.npz").rename(folder / "06.npz")
     assert refusal(folder) == f"--moe-router-replay FOLDER lacks the step of iteration 6: {REMEDY}"
+    (folder / f"{10**20}.npz").touch()
+    assert refusal(folder) == f"--moe-router-replay FOLDER lacks the step of iteration 6: {REMEDY}"
 
 
 def test_a_step_of_another_run_is_refused(tmp_path: Path) -> None:

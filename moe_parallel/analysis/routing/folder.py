@@ -67,7 +67,7 @@ def read_table(folder: Path, name: str) -> dict[str, Any]:
         with open_regular(path) as file:
             opened = parquet.ParquetFile(file)
             for batch in opened.iter_batches(rows_at_a_time(opened.metadata)):
-                size += batch.nbytes + 8 * batch.num_rows
+                size += batch.nbytes + 8 * batch.num_rows * batch.num_columns
                 if size > _MOST_BYTES:
                     raise OSError("it unfolds to gigabytes")
                 kept.append(batch)

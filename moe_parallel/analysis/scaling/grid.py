@@ -58,7 +58,10 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
             raise InputError(f"--vary names {name} twice: give all its values in one word")
         if any("/" in text for text in texts):
             raise InputError(f"--vary {word}: a value names a folder of the study; leave out /")
-        varied[key] = [yaml.safe_load(text) for text in texts]
+        try:
+            varied[key] = [yaml.safe_load(text) for text in texts]
+        except (yaml.YAMLError, LookupError, RecursionError, TypeError, ValueError):
+            raise InputError(f"--vary {word[:200]}: a value is not YAML") from None
     return varied
 
 

@@ -64,7 +64,11 @@ def _found(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None
     try:
         open_regular(path).close()
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError):
+    except FileNotFoundError:
+        return None
+    except OSError:
+        raise
+    except Exception:  # arbitrary bytes may cause any error
         return None
     fits = isinstance(array, np.ndarray) and (array.shape, array.dtype) == (shape, dtype)
     return array if fits else None

@@ -27,7 +27,18 @@ def test_weak_scaling_multiplies_the_batch(weak, batches):
     assert [each.options["global_batch_size"] for each in found] == batches
 
 
-@pytest.mark.parametrize("word", ["micro-batch-size", "=1", "micro-batch-size=1,,2", "load=a/b"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "micro-batch-size",
+        "=1",
+        "micro-batch-size=1,,2",
+        "load=a/b",
+        "lr={a: b",
+        "lr=!!int x",
+        "lr=" + "[" * 3000,
+    ],
+)
 def test_a_wrong_vary_is_named(word):
     with pytest.raises(InputError, match="--vary"):
         parse_vary([word])
