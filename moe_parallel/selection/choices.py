@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -95,25 +94,45 @@ def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Ten
     return experts_TE.masked_fill(~filled_TE, -1), probs_TE.gather(1, experts_TE)
 
 
-def greatest(
-    values_TE: torch.Tensor, k: int, ties: Callable[[Any], torch.Tensor] | None = None
-) -> torch.Tensor:
+def greatest(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None = None) -> torch.Tensor:
     """The k experts with the largest values of each token, largest first: int64 [T, k].
 
-    Equal values are in the order of other values, largest first, if `ties` gives these for an index
-    of tokens, and then the lowest index comes first. NaN is the largest, as in torch.sort.
+    Equal values are in the order of `ties_TE`, largest first, if it is given, and then the lowest
+    index comes first. NaN is the largest, as in torch.sort.
     """
-    if values_TE.is_cuda:  # the host does not wait to know where values are equal
-        return _sorted(values_TE, ties and ties(slice(None)))[:, :k].contiguous()
-    # torch.topk is several times as fast as a stable sort, but takes any of several equal values.
-    # Without these, each token has E - k values below its k-th and k - 1 below the one before.
+    operator = torch.ops.moe_parallel.greatest
+    chosen_TK: torch.Tensor = operator(values_TE.detach(), k, ties_TE)
+    return chosen_TK
+
+
+# An operator, because what it does depends on the values, which torch.compile cannot follow.
+torch.library.define("moe_parallel::greatest", "(Tensor values, int k, Tensor? ties) -> Tensor")
+
+
+@torch.library.impl("moe_parallel::greatest", "CUDA")
+def _greatest_on_gpu(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None) -> torch.Tensor:
+    """By sorting all, because the host would wait to know where values are equal."""
+    return _sorted(values_TE, ties_TE)[:, :k].contiguous()
+
+
+@torch.library.impl("moe_parallel::greatest", "CPU")
+def _greatest_on_cpu(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None) -> torch.Tensor:
+    """torch.topk is several times as fast as a stable sort, but takes any of several equal values.
+
+    They are equal if one of the k is not larger than the next, or than the largest of the rest.
+    """
     values_TK, experts_TK = values_TE.topk(k, dim=1)
-    below_TE, falls_TK = values_TE < values_TK[:, -1:], values_TK[:, 1:] < values_TK[:, :-1]
-    num_tokens, num_experts = values_TE.shape
-    if below_TE.count_nonzero() + falls_TK.count_nonzero() < num_tokens * (num_experts - 1):
-        tied = (below_TE.sum(dim=1) + falls_TK.sum(dim=1) < num_experts - 1).nonzero()[:, 0]
-        experts_TK[tied] = _sorted(values_TE[tied], ties and ties(tied))[:, :k]
+    next_T1 = values_TE.scatter(1, experts_TK, -torch.inf).amax(dim=1, keepdim=True)
+    falls_TK = values_TK > torch.cat([values_TK[:, 1:], next_T1], dim=1)
+    tied = falls_TK.logical_not().any(dim=1).nonzero()[:, 0]
+    ties = None if ties_TE is None else ties_TE[tied]
+    experts_TK[tied] = _sorted(values_TE[tied], ties)[:, :k]
     return experts_TK
+
+
+@torch.library.register_fake("moe_parallel::greatest")
+def _(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None) -> torch.Tensor:
+    return values_TE.new_empty(values_TE.shape[0], k, dtype=torch.int64)
 
 
 def _sorted(values_TE: torch.Tensor, ties_TE: torch.Tensor | None) -> torch.Tensor:

@@ -104,7 +104,7 @@ class GroupLimit:
             x_TGM = x_TE.unflatten(1, (self.num_groups, -1))
             return x_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
 
-        groups = greatest(best(ranked_TE), self.topk, lambda tied: best(scores_TE[tied]))
+        groups = greatest(best(ranked_TE), self.topk, best(scores_TE))
         others_TG = ranked_TE.new_ones(len(ranked_TE), self.num_groups, dtype=torch.bool)
         others_TG.scatter_(1, groups, False)
         size = ranked_TE.shape[1] // self.num_groups
@@ -135,8 +135,8 @@ class TopK:
             ranked_TE = ranked_TE + self.bias_E
         if self.groups is not None:
             ranked_TE = self.groups.limited(ranked_TE, own_TE, self.k)
-        ties = None if self.ranking is None else own_TE.__getitem__
-        return self.of(scores_TE, greatest(ranked_TE, self.k, ties))
+        ties_TE = None if self.ranking is None else own_TE
+        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
 
     def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """The values by which experts are ranked, without the bias and without gradient."""
