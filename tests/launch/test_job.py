@@ -62,7 +62,6 @@ def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
     assert _end(tmp_path / "bug", "--max-restarts", "1", "bug", "1") == (0, AGAIN)
 
 
-@pytest.mark.full
 def test_each_lost_rank_is_told(tmp_path):
     code, output = _end(tmp_path, "--max-restarts", "2", "die_twice", "1")
     assert code == 0

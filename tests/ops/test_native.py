@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import moe_parallel.selection.choices  # noqa: F401  registers "greatest"
 from tests.ops.cases import random_tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,6 +47,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     autonomous = (tensor(3, 4, 2), tensor(3, 5, 2), tensor(3, 2, 5))
     merging = (tensor(2, 3, dtype=torch.float32), tensor(3, 5, 2))
     given = {
+        "greatest": (norms.detach(), 2, norms.detach()),
         "routing_map": (rows.clamp(max=3), 4, None, False),
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, probs),
