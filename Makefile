@@ -57,7 +57,7 @@ keep-earlier-run = \
 	    echo "kept the earlier run as runs/quickstart.$$n"; \
 	fi
 
-pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report its held-out loss
+pretrain: set-up ## train the quickstart model (about 7 minutes on 2 cores) and report its held-out loss
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
