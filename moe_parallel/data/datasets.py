@@ -176,23 +176,27 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
         yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
 
 
-def documents_of(source: Source, side: Split, documents: int) -> np.ndarray | None:
-    """bool [documents]: those of a side, in its file of `documents`; None: --split gives it none.
+def documents_of(source: Source, documents: int) -> list[np.ndarray | None]:
+    """bool [documents]: those of each side (training, validation) in a file of `documents`.
 
-    The parts have Megatron's sizes. Their documents are drawn with a fixed seed, because files are
-    often sorted: their last tenth may be text of one kind.
+    All are of one side, unless --split divides the file. None: it gives that side none. The sides
+    have Megatron's sizes. Their documents are drawn with a fixed seed, because files are often
+    sorted: their last tenth may be text of one kind.
     """
     if source.split is None:
-        return np.ones(documents, dtype=bool)
+        return [np.ones(documents, dtype=bool)]
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
-    part = matrix[side.value]
-    if part is None:
-        return None
-    first, last = (round(fraction * documents) for fraction in part)
     order = np.random.RandomState(_SEED_OF_SIDES).permutation(np.arange(documents, dtype=np.int32))
-    chosen_D = np.zeros(documents, dtype=bool)
-    chosen_D[order[first:last]] = True
-    return chosen_D
+
+    def chosen(part: tuple[float, float] | None) -> np.ndarray | None:
+        if part is None:
+            return None
+        first, last = (round(fraction * documents) for fraction in part)
+        chosen_D = np.zeros(documents, dtype=bool)
+        chosen_D[order[first:last]] = True
+        return chosen_D
+
+    return [chosen(part) for part in matrix[:2]]
 
 
 def _check_source(
@@ -202,8 +206,7 @@ def _check_source(
         check_tokenizer(prefix, tokenizer)
         _check_length(prefix, seq_length)
         check_indexed(prefix, tokenizer.vocab_size)
-    train = _part(source, Split.train, source.train_prefix)
-    valid = _part(source, Split.valid, source.valid_prefix)
+    train, valid = _parts(source)
     assert train is not None  # see config.validate
     if train.tokens < seq_length + 1:
         raise InputError(
@@ -219,13 +222,19 @@ def _check_source(
     return train, valid
 
 
-def _part(source: Source, side: Split, prefix: str) -> _Part | None:
-    file = IndexedDataset(prefix)
-    sizes_D = np.diff(file.document_indices)  # Megatron's documents may have several sequences
-    chosen_D = documents_of(source, side, len(sizes_D))
-    if chosen_D is None:
-        return None
-    return _Part(prefix, file, np.flatnonzero(np.repeat(chosen_D, sizes_D)).astype(np.int32))
+def _parts(source: Source) -> list[_Part | None]:
+    """Those of training and validation. A file that --split divides is opened once."""
+    parts: list[_Part | None] = []
+    for prefix in dict.fromkeys((source.train_prefix, source.valid_prefix)):
+        file = IndexedDataset(prefix)
+        sizes_D = np.diff(file.document_indices)  # Megatron's documents may have several sequences
+        for chosen_D in documents_of(source, len(sizes_D)):
+            if chosen_D is None:
+                parts.append(None)
+            else:
+                sequences_N = np.flatnonzero(np.repeat(chosen_D, sizes_D)).astype(np.int32)
+                parts.append(_Part(prefix, file, sequences_N))
+    return parts
 
 
 def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
 
 from moe_parallel.data.datasets import check_tokenizer, documents_of
 from moe_parallel.data.indexed import check_indexed
@@ -24,7 +23,7 @@ def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[in
     check_tokenizer(source.valid_prefix, tokenizer)
     check_indexed(source.valid_prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(source.valid_prefix)
-    chosen_D = documents_of(source, Split.valid, len(dataset.document_indices) - 1)
+    chosen_D = documents_of(source, len(dataset.document_indices) - 1)[-1]
     for number in () if chosen_D is None else np.flatnonzero(chosen_D):
         first, last = dataset.document_indices[number : number + 2]
         ids = np.concatenate([dataset[i] for i in range(first, last)])
