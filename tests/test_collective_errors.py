@@ -12,6 +12,7 @@ from tests.distributed import run_distributed
 FAILURES = {
     InputError("--lr -1"): [("InputError", "--lr -1")] * 2,
     OSError(errno.ENOSPC, "No space", "/a"): [("StorageError", "/a: No space")] * 2,
+    OSError(errno.EPERM, "No", "/ä\n\x1b\udcff"): [("StorageError", r"/ä\n\x1b\udcff: No")] * 2,
     StorageError("/b: gone"): [("StorageError", "/b: gone")] * 2,
     KeyError("x"): [("RuntimeError", "rank 1 failed: 'x'"), ("KeyError", "'x'")],
 }

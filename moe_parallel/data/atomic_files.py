@@ -1,5 +1,6 @@
 """Files and folders that are published completely or not at all, and a lock."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -24,7 +25,7 @@ def flush_to_disk(path: Path) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a small file under a temporary name, then give it its name.
 
-    An OSError names `path` if it has no other name; the temporary file is gone then.
+    An OSError names `path`; the temporary file is gone then.
     """
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
@@ -34,7 +35,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        error.filename = error.filename or str(path)
+        error.filename = str(path)
         raise
 
 
@@ -46,6 +47,8 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
+    if path.exists() and not path.is_dir():  # rmtree would open it, which waits at a pipe
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         shutil.rmtree(path)

@@ -74,6 +74,7 @@ def run_lock(folder: Path, patience: float = 0.0) -> Iterator[list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         file, has_lock = _take(path, patience)
     except OSError as error:
+        error.filename = error.filename or str(path)
         raise InputError(
             f"--save {folder} cannot be written ({one_line(error)}): "
             "name a folder on a disk with room"
@@ -105,7 +106,7 @@ def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
     """The lock file, and whether it could be locked; raises InputError if another run keeps it."""
     deadline, told = time.monotonic() + patience, patience == 0
     while True:
-        file = path.open("a+")
+        file = open(path, "a+", opener=_no_link)
         try:
             has_lock = _lock(file)
             # A run that ends removes its file. A lock on a removed file excludes no other run.
@@ -130,6 +131,10 @@ def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
             file.close()
             raise
         return file, has_lock
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # what a link points to would be emptied
 
 
 def _in_use(folder: Path, holder: str, patience: float) -> InputError:

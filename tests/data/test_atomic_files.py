@@ -48,3 +48,10 @@ def test_a_full_disk_leaves_the_earlier_file(
         write_atomically(path, "later")
     assert raised.value.filename == str(path)
     assert list(tmp_path.iterdir()) == [path] and path.read_text() == "earlier"
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        write_atomically(path, "later")
+    assert raised.value.filename == str(path) and list(tmp_path.iterdir()) == [path]

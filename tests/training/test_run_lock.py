@@ -181,3 +181,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--save \S+/file/run cannot be written \(.*\): name a"):
         _take(tmp_path / "file" / "run")
+
+
+def test_a_link_as_lock_file_is_refused(tmp_path):
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / LOCK).symlink_to("other")
+    with pytest.raises(InputError, match=rf"cannot be written \({tmp_path}/{LOCK}: Too many"):
+        _take(tmp_path)
+    assert (tmp_path / "other").read_text() == "mine"

@@ -46,8 +46,9 @@ def _with_obstacles(save):
     def obstruct():
         for folder in ("iter_0000001", "../disk"):
             (save / folder).mkdir()
-            (save / folder / "held").write_text("mine")
-        (save / ".iter_0000004.writing").write_text("mine")
+            (save / folder / "held\n").write_text("mine")
+        os.mkfifo(save / ".iter_0000004.writing")
+        (save / "iter_0000009").symlink_to("x" * 300)
         for link in ("iter_0000000", ".iter_0000006.writing"):
             (save / link).symlink_to("../disk")
 
@@ -57,7 +58,7 @@ def _with_obstacles(save):
         return step(engine, batches)
 
     def unlink_others(path, **options):
-        if os.path.basename(path) == "held":
+        if os.path.basename(path) == "held\n":
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
         unlink(path, **options)
 
@@ -75,12 +76,12 @@ def check_obstacles(save, end):
     assert [line for line in printed.splitlines() if line.startswith("warning")] == [
         f"warning: {save}/.iter_0000004.writing cannot be deleted (Not a directory): "
         "delete it by hand",
-        f"warning: {save}/.iter_0000001.old cannot be deleted (held: Operation not permitted): "
+        f"warning: {save}/.iter_0000001.old cannot be deleted (held\\n: Operation not permitted): "
         "delete it by hand",
     ]
     left = {path.name for path in save.glob("*iter_*")}
-    assert left == {"iter_0000006", ".iter_0000004.writing", ".iter_0000001.old"}
-    assert [path.name for path in (save.parent / "disk").iterdir()] == ["held"]
+    assert left == {"iter_0000006", ".iter_0000004.writing", ".iter_0000001.old", "iter_0000009"}
+    assert [path.name for path in (save.parent / "disk").iterdir()] == ["held\n"]
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class CheckpointFolder:
         name = checkpoint_name(int(text))
         old = sorted(self.directory.glob(f".{name}.old*"), reverse=True)
         for path in (self.directory / name, *old):
-            if path.is_dir():  # .old: a save was killed while it replaced a checkpoint
+            if os.path.isdir(path):  # .old: a save was killed while it replaced a checkpoint
                 return path
         raise Damaged(
             f"--load {self.directory}: {TRACKER} says {text}, but {name} is "
@@ -134,7 +134,8 @@ class CheckpointFolder:
     def iterations(self) -> list[int]:
         """The iterations of the published checkpoints, ascending."""
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.glob("iter_*"))
-        return sorted(int(match[1]) for match, path in found if match and path.is_dir())
+        # Path.is_dir raises for a link to a disk that is gone.
+        return sorted(int(match[1]) for match, path in found if match and os.path.isdir(path))
 
     def paths(self) -> list[Path]:
         """The published checkpoints, in the order of their iterations."""
@@ -149,7 +150,8 @@ class CheckpointFolder:
             if match := _LEFTOVER.fullmatch(path.name):
                 published = self.published_path(int(match[1]))
                 with self._noting(path):
-                    if match[2] == "old" and not published.exists() and self._tracked(published):
+                    gone = match[2] == "old" and not os.path.exists(published)
+                    if gone and self._tracked(published):
                         path.rename(published)
                     else:
                         remove(path)
@@ -169,7 +171,7 @@ class CheckpointFolder:
     def _tracker(self) -> str | None:
         """The tracker's first 100 bytes, enough for an iteration; None: there is no tracker."""
         tracker = self.directory / TRACKER
-        if not tracker.is_file():
+        if not os.path.isfile(tracker):
             return None
         with tracker.open("rb") as file:
             return file.read(100).decode("utf-8", "backslashreplace").strip()
