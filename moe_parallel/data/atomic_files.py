@@ -42,6 +42,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def remove(path: Path) -> None:
     """Delete a folder as far as possible, or a link, but never what a link points to.
 
+    A folder in which another file system is mounted stays whole.
+
     Raises OSError, if something is left, about the first thing that is in the way.
     """
     if path.is_symlink():
@@ -49,6 +51,9 @@ def remove(path: Path) -> None:
         return
     if path.exists() and not path.is_dir():  # rmtree would open it, which waits at a pipe
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    for folder, _, _ in os.walk(path):
+        if os.path.ismount(folder):
+            raise OSError(errno.EBUSY, "unmount the file system there first", folder)
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         shutil.rmtree(path)

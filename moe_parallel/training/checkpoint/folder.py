@@ -173,8 +173,11 @@ class CheckpointFolder:
         tracker = self.directory / TRACKER
         if not os.path.isfile(tracker):
             return None
-        with tracker.open("rb") as file:
-            return file.read(100).decode("utf-8", "backslashreplace").strip()
+        try:
+            with tracker.open("rb") as file:
+                return file.read(100).decode("utf-8", "backslashreplace").strip()
+        except OSError as error:
+            return error.strerror or ""  # which names no iteration
 
     def _tracked(self, published: Path) -> bool:
         text = self._tracker() or ""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,11 @@ def _lost(path):
     path.symlink_to("x" * 300)  # an error of its own, like a link to a disk that is gone
 
 
+def _mounted(path):
+    _folder(path)
+    (path / "disk").mkdir()
+
+
 def _pipe(path):
     os.mkfifo(path)
 
@@ -123,6 +129,7 @@ IN_THE_WAY = [
     (FIRST, _file, [FIRST], []),
     (FIRST, _folder, [".iter_0000001.old"], [".iter_0000001.old"]),
     ("mount", _folder, ["mount"], ["mount"]),
+    (FIRST, _mounted, [".iter_0000001.old"], [".iter_0000001.old"]),
     (THIRD, _link, [], []),
     (THIRD, _dangling, [], []),
     (THIRD, _lost, [], []),
@@ -154,7 +161,10 @@ def test_nothing_in_the_way_stops_a_save(tmp_path, monkeypatch, where, put, left
             raise refuse
         rename(source, target)
 
-    monkeypatch.setattr(os, "unlink", unlink_others)
+    if put is _mounted:  # nothing there refuses to be deleted, and all of it stays
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    else:
+        monkeypatch.setattr(os, "unlink", unlink_others)
     monkeypatch.setattr(os, "rename", rename_others)
     names = [FIRST if name == "mount" else name for name in (where, *left)]
     run = tmp_path / "run"
@@ -168,7 +178,7 @@ def test_nothing_in_the_way_stops_a_save(tmp_path, monkeypatch, where, put, left
     assert found == {"iter_0000004", "iter_0000005", *names[1:]}
     assert {path.name for path in folder.stuck} == set(names[1:] if named else [])
     mine = [path for path in tmp_path.rglob("held") if path.is_file()]
-    assert len(mine) == (put in (_link, _folder))
+    assert len(mine) == (put in (_link, _folder, _mounted))
 
 
 def test_a_linked_folder_has_checkpoints(tmp_path):
@@ -218,6 +228,19 @@ def test_a_tracker_that_names_no_iteration_is_one_line(tmp_path, content, said):
     assert "\n" not in str(caught.value)
     _publish(folder, 2)  # a running run writes a new one
     assert folder.latest().name == "iter_0000002"
+
+
+def test_a_tracker_that_cannot_be_read_names_no_iteration(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    _publish(folder, 1)
+
+    def refuse(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(InputError, match="says 'Permission denied' instead of an iteration; "):
+        find_checkpoint(tmp_path)
+    assert [path.name for path in folder.newest_first()] == ["iter_0000001"]
 
 
 def test_keep_last_must_keep_one(tmp_path):
