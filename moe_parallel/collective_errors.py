@@ -73,7 +73,7 @@ def rank_0_first(action: Callable[[], Returned]) -> Returned:
 def one_line(error: OSError) -> str:
     """The path and the reason of an OSError, without its number and with escapes for what a
     terminal would obey, or could not print."""
-    reason = error.strerror or str(error) or type(error).__name__
+    reason = error.strerror or " ".join(map(str, error.args)) or type(error).__name__
     text = f"{error.filename}: {reason}" if error.filename else reason
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

@@ -183,6 +183,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         _take(tmp_path / "file" / "run")
 
 
+def test_a_pipe_as_lock_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(InputError, match=rf"{LOCK}: File or stream is not seekable"):
+        _take(tmp_path)
+
+
 def test_a_link_as_lock_file_is_refused(tmp_path):
     (tmp_path / "other").write_text("mine")
     (tmp_path / LOCK).symlink_to("other")
