@@ -53,6 +53,19 @@ def read_small(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
+def read_word(path: Path) -> str:
+    """The first 100 bytes of a file that holds no more than a word. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(100).decode("utf-8", "backslashreplace").strip()
+
+
+def read_end(path: Path) -> str:
+    """The last 64 KiB of a log. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
+        return file.read(64 << 10).decode("utf-8", "replace")
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, with their ends. Raises OSError, and InputError for one too long."""
     with open_regular(path) as file:

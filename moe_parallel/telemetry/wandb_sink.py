@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import read_word
 from moe_parallel.telemetry.metrics import MetricsLine, untimed
 from moe_parallel.telemetry.scalars import histograms, scalars
 
@@ -88,7 +89,7 @@ def _as_oserror() -> Iterator[None]:
 
 
 def _run_id(path: Path, *, resumed: bool) -> str:
-    known = path.read_text().strip() if resumed and path.exists() else ""
+    known = read_word(path) if resumed and path.exists() else ""
     if known:  # a full disk may have left the file empty
         return known
     run_id = secrets.token_hex(4)

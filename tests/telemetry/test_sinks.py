@@ -1,5 +1,6 @@
 """TensorBoard files read back, W&B with and without the package, and a record to all sinks."""
 
+import os
 import sys
 import types
 
@@ -142,6 +143,14 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert wandb.logged[0]["train/lm_loss"] == 4.25
     assert wandb.logged[0]["moe/layer_01/load"] == [1.5, 0.5]
     assert wandb.finished
+
+
+def test_an_id_of_wandb_without_end_is_read_in_part(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    (tmp_path / "wandb_run_id.txt").write_text("1a2b" + " " * 100)
+    os.truncate(tmp_path / "wandb_run_id.txt", 1 << 40)  # sparse
+    wandb_sink(tmp_path, [])
+    assert wandb.started[0]["id"] == "1a2b"
 
 
 def test_wandb_is_not_told_again(tmp_path, monkeypatch):

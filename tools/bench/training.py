@@ -34,6 +34,7 @@ suppress_warnings()  # before Megatron-Core is imported
 
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
+from moe_parallel.reading import read_end  # noqa: E402
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics  # noqa: E402
 from moe_parallel.tool import Tool, check_positive, last_line  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
@@ -183,7 +184,7 @@ def train(command: list[str], folder: Path, iterations: int) -> list[MetricsLine
     finally:
         process.kill()
         process.wait()
-    raise InputError(f"a run ended by itself: {last_line(output.read_text(errors='replace'))}")
+    raise InputError(f"a run ended by itself: {last_line(read_end(output))}")
 
 
 def training_records(folder: Path) -> list[MetricsLine]:

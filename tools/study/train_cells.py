@@ -13,6 +13,7 @@ from schedule import Schedule
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.folder import DIVERGED, Cell, StudyManifest
 from moe_parallel.analysis.study.measures import measures
+from moe_parallel.reading import read_end
 from moe_parallel.tool import last_line
 
 
@@ -141,7 +142,7 @@ def _outcome(cell: Cell) -> str:
 def _failure(cell: Cell, code: int) -> str:
     if code == 0:
         return "ended without an evaluation: give --config a --split with held-out text"
-    return f"failed with exit code {code}: {last_line(cell.output.read_text(errors='replace'))}"
+    return f"failed with exit code {code}: {last_line(read_end(cell.output))}"
 
 
 def _duration(seconds: float) -> str:

@@ -12,10 +12,11 @@ import yaml
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
-from moe_parallel.reading import read_json
+from moe_parallel.reading import read_end, read_json, read_word
 from moe_parallel.telemetry.metrics import METRICS_FILE, read_metrics
 
 FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
+_REMEDY = ": restore it, or move its folder away"
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,12 @@ class CellFolder:
     @staticmethod
     def read_all(study: Path) -> list[CellFolder]:
         """The cells that were ever written, by number of nodes."""
-        remedy = ": restore it, or move its folder away"
         found = []
         for file in study.glob("*/cell.json"):
             try:
-                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, remedy))))
+                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, _REMEDY))))
             except TypeError:
-                raise InputError(f"{file} is not a cell of a study{remedy}") from None
+                raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
         return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
 
     @property
@@ -61,7 +61,7 @@ class CellFolder:
         """Write the cell. Raises InputError if the folder has another cell of this name."""
         text = json.dumps(asdict(self.cell), indent=1)
         file = self.path / "cell.json"
-        if file.exists() and file.read_text() != text:
+        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
             raise InputError(
                 f"{self.path} holds a run with other options: name another folder for this study"
             )
@@ -84,7 +84,7 @@ class CellFolder:
 
     def state(self, queue: Collection[str]) -> str:
         """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
-        if self.job_file.exists() and self.job_file.read_text().strip() in queue:
+        if self.job_file.exists() and read_word(self.job_file) in queue:
             return QUEUED
         if self.is_finished:
             return FINISHED
@@ -95,7 +95,7 @@ class CellFolder:
         """The last line of the newest output of the cell's jobs."""
         files = [self.output, *(self.run / "logs").glob("*.out")]
         for file in sorted(filter(Path.exists, files), key=lambda each: -each.stat().st_mtime):
-            lines = file.read_text(errors="replace").split("\n")
+            lines = read_end(file).split("\n")
             said = [line.strip() for line in lines if line.strip()]
             if said:
                 return said[-1]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 
@@ -57,6 +58,18 @@ def finish(folder, step_seconds, save_seconds=None, processes=((1, 2, 3, 4),)):
                 **({} if save_seconds is None else {"save_seconds": save_seconds}),
             }
             file.write(json.dumps(record) + "\n")
+
+
+def test_files_without_end_are_read_in_part(folders):
+    cell = folders[0]
+    cell.job_file.write_text("7" + " " * 100)
+    cell.output.write_text("begun\n")
+    for file in (cell.job_file, cell.output):
+        os.truncate(file, 1 << 40)  # sparse
+    with cell.output.open("a") as file:
+        file.write("\nno space left\n")
+    assert cell.state({"7"}) == QUEUED
+    assert cell.last_line == "no space left"
 
 
 def test_a_cell_is_new_then_queued_then_failed_or_finished(folders):
