@@ -225,8 +225,10 @@ class NullTokenizer(Tokenizer):
     """Text that is already numbers, "12 7 9", for synthetic data. The last id ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 2:
-            raise InputError(f"--vocab-size {vocab_size} is too small for NullTokenizer: use >= 2")
+        if not 2 <= vocab_size <= LARGEST_VOCABULARY:
+            raise InputError(
+                f"--vocab-size is {vocab_size}: NullTokenizer takes 2 to {LARGEST_VOCABULARY}"
+            )
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
 

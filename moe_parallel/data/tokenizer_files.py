@@ -5,6 +5,7 @@ Every function that reads raises InputError for a file that is missing or not wh
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ CONFIG_FILE = "tokenizer_config.json"
 #: The most tokens of a vocabulary.
 LARGEST_VOCABULARY = 2**24
 _MOST_BYTES = 1 << 30  # of a tokenizer.json
+_LONGEST_WORD = 1000  # characters
+_MOST_GROWTH = 4096
 
 # Tokens that end a document, by the names that well-known tokenizers give them.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -54,11 +57,34 @@ def read_fast(file: Path) -> tokenizers.Tokenizer:
 
 
 def _bounded(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Raises ValueError for an id that is so large that the library, counting to it, has no end."""
+    """Raises ValueError for numbers and rules by which the library counts or copies without end."""
     largest = max(model.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= LARGEST_VOCABULARY:
         raise ValueError(f"its token {largest} is above {LARGEST_VOCABULARY - 1}, the most")
+    word = getattr(model.model, "max_input_chars_per_word", 0)  # takes the cube of it in steps
+    if word > _LONGEST_WORD:
+        raise ValueError(f"its max_input_chars_per_word {word} is above {_LONGEST_WORD}, the most")
+    parts = (model.normalizer, model.post_processor, model.decoder)
+    if math.prod(_growth(part) for part in parts if part is not None) > _MOST_GROWTH:
+        raise ValueError(f"its rules may make a text more than {_MOST_GROWTH} times as long")
     return model
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a part of a tokenizer may make a text."""
+    growth = 1.0
+
+    def count(rule: dict[str, Any]) -> dict[str, Any]:
+        nonlocal growth
+        if rule.get("type") == "Replace":
+            length, replaced = len(rule["content"]), len(rule["pattern"].get("String", ""))
+            growth *= max(1, length / replaced) if replaced else 1 + length
+        growth *= 1 + len(rule.get("prepend", ""))
+        growth *= max(1, sum("Sequence" in piece for piece in rule.get("single", ())))
+        return rule
+
+    json.loads(part.__getstate__(), object_hook=count)
+    return growth
 
 
 def _is_fault(error: BaseException) -> bool:

@@ -79,9 +79,55 @@ def no_unknown(rules: dict[str, Any]) -> None:
     rules["model"] = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": vocabulary}
 
 
+def _replacing(pattern: dict[str, str], content: str, times: int) -> dict[str, Any]:
+    each = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [each] * times, "decoders": [each] * times}
+
+
+def growing_text(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = _replacing({"String": "a"}, "a" * 10, times=4)
+
+
+def growing_everywhere(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = _replacing({"Regex": ""}, "a", times=13)
+
+
+def growing_output(rules: dict[str, Any]) -> None:
+    rules["decoder"] = _replacing({"String": "a"}, "a" * 10, times=4)
+
+
+def long_beginning(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = {"type": "Prepend", "prepend": "a" * 5000}
+
+
+def repeated_text(rules: dict[str, Any]) -> None:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    rules["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text] * 5000, "pair": [], "special_tokens": {},
+    }  # fmt: skip
+
+
+def long_word(rules: dict[str, Any]) -> None:
+    rules["model"] = {
+        "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "",
+        "max_input_chars_per_word": 10**18, "vocab": {"a": 1},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        *(
+            (rule, "tokenizer.json is not a .* .its rules may make a text more than 4096 times")
+            for rule in (
+                growing_text,
+                growing_everywhere,
+                growing_output,
+                long_beginning,
+                repeated_text,
+            )
+        ),
+        (long_word, "tokenizer.json is not a .* .its max_input_chars_per_word 10.* above 1000"),
         (huge_id, "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most"),
         (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: repair"),
         (short_charsmap, "tokenizer.json is not a tokenizer.json .*Cannot parse precompiled"),
@@ -100,12 +146,23 @@ def test_rules_without_bounds_are_one_line(
     assert "\n" not in str(told.value)
 
 
+def test_usual_rules_are_within_the_bounds(tmp_path: Path) -> None:
+    small_bpe().save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    spaces = _replacing({"Regex": " {2,}"}, "▁", times=10)["normalizers"]
+    quotes = _replacing({"String": "``"}, '"', times=100)["normalizers"]
+    rules["normalizer"] = {"type": "Sequence", "normalizers": [*spaces, *quotes]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    assert load_tokenizer(tmp_path).tokenize("a  b")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"tokenizer_type": ["ByteLevelBPE"]},
         {"tokenizer_type": "NullTokenizer", "vocab_size": "50"},
         {"tokenizer_type": "NullTokenizer", "vocab_size": None},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": 10**12},
         {"tokenizer_type": 5},
     ],
 )
