@@ -100,6 +100,8 @@ def _silence_torch() -> None:
 def _config(arguments: Sequence[str]) -> Config | None:
     """The configuration of a command line; None if it is in the checkpoint of --load."""
     line = read_command_line(arguments)
+    if line.file is not None and line.file.is_fifo():
+        raise InputError(f"--config {line.file} is a pipe, and each rank reads it: name a file")
     if line.file is None and "load" in line.given:
         return None
     return parse_command_line(arguments)

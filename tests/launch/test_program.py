@@ -56,6 +56,14 @@ def test_wrong_values_are_told_at_once(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("start", [(), ("--nproc-per-node", "2")])
+def test_a_configuration_from_a_pipe_is_refused_at_once(tmp_path, start):
+    os.mkfifo(pipe := tmp_path / "pipe")  # as --config <(command) names one
+    code, _, said = _at_once(*start, "--config", pipe)
+    assert code == 2
+    assert said == [f"error: --config {pipe} is a pipe, and each rank reads it: name a file"]
+
+
 def test_help_lists_the_launcher_too():
     code, out, said = _at_once("--nproc-per-node", "2", "--help", "all")
     assert (code, said) == (0, [])
