@@ -11,6 +11,7 @@ from moe_parallel.data.preprocess import parquet as ours
 from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.parquet import read_columns
 from moe_parallel.errors import InputError
+from moe_parallel.reading import rows_at_a_time
 
 TEXTS = ["one", "", "naïve 漢字", None, *(f"text {i % 7}" for i in range(60))]
 
@@ -106,6 +107,17 @@ def test_a_text_that_all_rows_share_is_read_some_rows_at_a_time(
         rows += len(values)
         assert len(values) == 1 and pyarrow.total_allocated_bytes() - before < 2**25
     assert rows == 60
+
+
+def test_long_texts_are_read_some_rows_at_a_time_whatever_a_footer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = pyarrow.array([b"x" * 2**20], pyarrow.binary(2**20))
+    metadata = parquet.read_metadata(write(tmp_path / "wide", {"text": ["a"], "wide": wide}))
+    monkeypatch.setattr("moe_parallel.reading.MOST_OF_ROWS", 2**22)
+    assert rows_at_a_time(metadata) <= 4
+    lie = parquet.read_metadata(write(tmp_path / "in", {"text": ["a"]}))  # by which all are short
+    assert rows_at_a_time(lie) == 64
 
 
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
