@@ -51,6 +51,7 @@ def _journeys(options, place):
 
     other, moved = [place / "other"], place / "elsewhere"
     went_on("the same")
+    went_on("an equal split", split="90,10")
     went_on("another seed", seed=7)
     went_on("another split", split="8,2,0")
     went_on("other data", data_path=other)
@@ -97,6 +98,7 @@ def found(tmp_path_factory):
 def test_the_same_data_are_gone_on_with(found):
     assert len(found["straight"]) == 6
     assert found["the same"] == found["moved"] == found["straight"]
+    assert found["an equal split"] == found["straight"]
 
 
 @pytest.mark.parametrize(
