@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from moe_parallel.config import SELECTIONS, MergedSelection
+from moe_parallel.config import MergedSelection
+from moe_parallel.systems import SELECTIONS
 
 Options = dict[str, Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.config import SELECTIONS
+from moe_parallel.systems import SELECTIONS
 from tests.data.small_text import words
 from tests.program import environment
 

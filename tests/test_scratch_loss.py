@@ -15,12 +15,12 @@ PACKAGE = '''
 
 from dataclasses import dataclass
 
-from moe_parallel.config import AoESelection, TopKSelection
+from moe_parallel.balancing.losses import RoutingLoss
 from moe_parallel.config.option import option
-from moe_parallel.layers import AutonomousLayer, RoutedLayer
-from moe_parallel.layers.bias import balancing_bias
-from moe_parallel.layers.routing_losses import RoutingLoss
-from moe_parallel.systems import System, aoe, register, topk
+from moe_parallel.layers import AutonomousLayer, RoutedLayer, System, register
+from moe_parallel.systems import AoESelection, TopKSelection
+from moe_parallel.systems.aoe import rule as aoe
+from moe_parallel.systems.topk import rule as topk
 from moe_parallel.telemetry.metrics import register_loss
 
 DRAWN = register_loss("drawn_loss")
@@ -48,10 +48,8 @@ def near(selection, context):
     return RoutingLoss(DRAWN, selection.near_loss_coeff, squares)
 
 
-register(
-    System(DrawnSelection, RoutedLayer, topk.rules, losses=(drawn,), bias=balancing_bias)
-)
-register(System(NearSelection, AutonomousLayer, aoe.rules, losses=(near,), bias=balancing_bias))
+register(System(DrawnSelection, RoutedLayer, topk.rules, own_losses=(drawn,)))
+register(System(NearSelection, AutonomousLayer, aoe.rules, own_losses=(near,)))
 '''
 
 
@@ -65,7 +63,7 @@ def package(tmp_path: Path) -> Path:
 
 def _losses(folder: Path, coefficient: float) -> list[dict[str, Any]]:
     """The layers in the record of the fifth step."""
-    options = {"expert_selection": "drawn", "drawn_loss_coeff": coefficient}
+    options = {"expert_selection": "drawn_system:drawn", "drawn_loss_coeff": coefficient}
     run = TinyRun(Layout(), folder, options=options)
     run.steps(4)
     run.engine.statistics.training.clear()
@@ -79,12 +77,9 @@ def _train(package: Path, folder: Path) -> tuple[list[dict[str, Any]], list[dict
     sys.path.insert(0, str(package))
     import drawn_system
 
-    from moe_parallel import AoE, RoutedMoE
+    from moe_parallel import AoE
     from moe_parallel.errors import InputError
 
-    with pytest.raises(ValueError, match="record of drawn has no such loss: add .*coupling"):
-        coupled = drawn_system.DrawnSelection(moe_erc_loss_coeff=1.0)
-        RoutedMoE(8, 4, selection=coupled, backend="reference")
     with pytest.raises(InputError) as refused:
         near = drawn_system.NearSelection(aoe_gradient="selected", moe_aux_loss_coeff=0.0)
         AoE(8, 4, selection=near, backend="reference")
@@ -101,7 +96,7 @@ def test_it_is_trained_on_and_logged(package: Path, tmp_path: Path) -> None:
 
 
 def _name_losses() -> tuple[dict[str, float], list[str]]:
-    from moe_parallel.layers.routing_losses import RoutingLoss
+    from moe_parallel.balancing.losses import RoutingLoss
     from moe_parallel.telemetry.metrics import register_loss
 
     register_loss("new_loss")

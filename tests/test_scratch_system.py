@@ -1,5 +1,6 @@
 """A third-party system: a configuration, a rule and a record in its own package."""
 
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -8,11 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from moe_parallel.config import make_config
+from moe_parallel.errors import InputError
 from tests.distributed import run_distributed
 from tests.generation.small_models import PROMPTS, VOCABULARY, small_model
 from tests.huggingface.exporting import export_run, save_runs
 from tests.plan.test_activations import Found, _compare, _kept
+from tests.program import SCRIPT, SMALL, Program, flags, small_data
+from tests.tools.running import run_tool
 from tests.training.tiny_run import Layout, TinyRun
 
 PACKAGE = '''
@@ -29,12 +35,10 @@ from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import EXPERTS, PROBABILITIES
 from moe_parallel.errors import InputError
-from moe_parallel.layers import RoutedLayer
-from moe_parallel.layers.routing_losses import load_balancing
+from moe_parallel.layers import RoutedLayer, Rules, System, register
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.topk import TopK
-from moe_parallel.systems import Rules, System, register
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,11 @@ def rules(selection):
     return Rules(window, window if selection.window_in_evaluation else whole)
 
 
-register(System(WindowSelection, layer=RoutedLayer, rules=rules, losses=(load_balancing,)))
+register(System(WindowSelection, layer=RoutedLayer, rules=rules))
+
 '''
 
-OPTIONS = {"expert_selection": "window", "window_size": 1, "moe_aux_loss_coeff": 0.05}
+OPTIONS = {"expert_selection": "window_system:window", "window_size": 1, "moe_aux_loss_coeff": 0.05}
 
 
 @pytest.fixture
@@ -93,13 +98,14 @@ def package(tmp_path: Path) -> Path:
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "window_system.py").write_text(PACKAGE)
+    page = (SCRIPT.parent / "docs/systems/adding.md").read_text()
+    (folder / "my_router.py").write_text(page.split("```python\n")[1].split("```")[0])
     return folder
 
 
 def _train(package: Path, runs: Path, layout: Layout) -> tuple[list[tuple[float, float]], list]:
     """Two steps, a checkpoint and another step; then that step again from the checkpoint."""
     sys.path.insert(0, str(package))
-    import window_system  # noqa: F401  registers itself
 
     run = TinyRun(layout, runs, options=OPTIONS)
     measured = run.steps(2)
@@ -121,17 +127,33 @@ def test_it_trains_on_one_rank_and_on_two_and_goes_on(package: Path, tmp_path: P
             assert its_norm == pytest.approx(norm, rel=1e-5)
 
 
+def _drawn(package: Path, folder: Path, layout: Layout) -> list[tuple[float, float]]:
+    sys.path.insert(0, str(package))
+    options = {"expert_selection": "my_router:lucky", "lucky_share": 0.5}
+    run = TinyRun(layout, folder, options=options)
+    return run.steps(3)
+
+
+def test_what_the_rule_of_the_page_draws_is_the_same_in_every_layout(
+    package: Path, tmp_path: Path
+) -> None:
+    (alone,) = run_distributed(1, _drawn, package, tmp_path, Layout())
+    for layout in (Layout(2), Layout(2, ep=2), Layout(2, tp=2, etp=2), Layout(2, cp=2)):
+        for measured in run_distributed(layout.world, _drawn, package, tmp_path, layout):
+            assert measured == [pytest.approx(each, rel=1e-5) for each in alone], layout
+
+
 def _describe(package: Path) -> tuple[str, str, list[str]]:
     sys.path.insert(0, str(package))
-    import window_system  # noqa: F401
 
     from moe_parallel import RoutedMoE
-    from moe_parallel.config import SELECTIONS, make_config, validate
+    from moe_parallel.config import make_config, validate
     from moe_parallel.config.command_line import read_command_line
     from moe_parallel.errors import InputError
+    from moe_parallel.systems import SELECTIONS
 
     with redirect_stdout(StringIO()) as text, pytest.raises(SystemExit):
-        read_command_line(["--help", "all"])
+        read_command_line(["--expert-selection", "window_system:window", "--help", "all"])
     config = make_config(OPTIONS | {"num_experts": 4, "window_size": 5})
     with pytest.raises(InputError) as broken:
         validate(config, 1)
@@ -146,7 +168,7 @@ def _describe(package: Path) -> tuple[str, str, list[str]]:
 def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
     ((text, broken, layer),) = run_distributed(1, _describe, package)
     assert "--window-size N" in text and "[window] experts in a window (default: 2)" in text
-    assert "uoe, window: the system" in text
+    assert "hash, window: the system" in text
     assert broken == "--window-size is 5, above --num-experts 4: choose at most 4"
     assert layer == ["RoutedLayer", 1]
 
@@ -154,7 +176,6 @@ def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
 def _export(package: Path, folder: Path) -> tuple[float, bool, str]:
     """How far the exported logits are from the run's, and the reason for a refusal."""
     sys.path.insert(0, str(package))
-    import window_system  # noqa: F401
     from transformers import AutoModelForCausalLM
 
     import moe_parallel.hf  # noqa: F401  registers the architecture
@@ -197,7 +218,7 @@ def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
     from moe_parallel.huggingface.own_model import own_config_json
     from moe_parallel.huggingface.own_model import own_steps as steps_of
     from moe_parallel.layers import RoutedLayer
-    from moe_parallel.systems import System, register
+    from moe_parallel.layers.system import System, register
 
     class MirrorLayer(RoutedLayer):
         pass
@@ -232,7 +253,6 @@ def test_a_layer_of_its_own_is_refused_until_it_is_registered(package: Path) -> 
 
 def _keep(package: Path) -> dict[str, Found]:
     sys.path.insert(0, str(package))
-    import window_system  # noqa: F401
 
     # A window of one expert gives all experts the same load, as the plan assumes.
     return _kept(1, {"window": OPTIONS})
@@ -250,9 +270,9 @@ def _count(package: Path) -> tuple[float, float, str]:
 
     from moe_parallel.config import make_config
     from moe_parallel.errors import InputError
+    from moe_parallel.layers.system import System, register
     from moe_parallel.model.flops import token_flops
     from moe_parallel.plan.shape import plannable
-    from moe_parallel.systems import System, register
 
     sizes = {"num_experts": 4, "num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 96}
     config = make_config(OPTIONS | sizes)
@@ -279,7 +299,6 @@ def test_its_flops_are_counted(package: Path) -> None:
 def _generate(package: Path) -> list[list[int]]:
     """Two continuations of each prompt: with a cache and without."""
     sys.path.insert(0, str(package))
-    import window_system  # noqa: F401
 
     from moe_parallel.generation.decode import Generation, Reuse
     from moe_parallel.generation.sampling import Sampler, Sampling
@@ -305,13 +324,59 @@ def test_it_generates_with_a_cache_as_without(package: Path) -> None:
     assert len({tuple(text) for text in whole}) > 1  # the prompts matter
 
 
-def _balance() -> list[tuple[str, str, bool]]:
-    """The refusal of a record without a bias; what a layer of the completed record holds."""
+WRONG_NAMES = {
+    "window_sistem:window": "finds no module window_sistem: install its package, or add its folder",
+    "window_system:door": "window_system defines no system door",
+    "json:window": "before the colon it takes the name of a module with a system",
+    "../window_system:window": "before the colon it takes the name of a module with a system",
+}
+
+
+def _name_wrongly(package: Path) -> None:
+    sys.path.insert(0, str(package))
+    for name, message in WRONG_NAMES.items():
+        with pytest.raises(InputError, match=f"--expert-selection is .*{message}"):
+            make_config({"expert_selection": name})
+
+
+def test_names_that_lead_to_no_system(package: Path) -> None:
+    run_distributed(1, _name_wrongly, package)
+
+
+@pytest.mark.full
+def test_every_tool_takes_its_run(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.pathsep.join([str(SCRIPT.parent), str(package)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("zero one two three")
+    options = SMALL | small_data(tmp_path) | OPTIONS | {"save": run, "window_in_evaluation": True}
+    line = flags(options | {"expert_model_parallel_size": 2})
+    with Program(tmp_path, 2, line, {"PYTHONPATH": path}) as program:
+        assert program.finish() == 0, program.output
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["expert-selection"]
+    assert recorded == OPTIONS["expert_selection"]
+    for tool in (
+        ("generate.py", "--load", run, "--prompt", "zero one two", "--tokens", 3),
+        ("evaluate.py", "--load", run, "--input", text),
+        ("analyze.py", "--load", run, "--samples", 2, "--permutations", 10),
+        ("checkpoint.py", "verify", run),
+        ("count_parameters.py", "--config", run / "config.yaml"),
+    ):
+        done = run_tool(*tool)
+        assert done.returncode == 0, done.stderr
+    refused = run_tool("export_hf.py", "--load", run, "--output", tmp_path / "exported")
+    assert refused.returncode == 2 and "its rule, Window, has no exported form" in refused.stderr
+
+
+def _balance() -> tuple[str, list[tuple[str, bool]]]:
+    """A refusal of a record without cutoffs; what layers of derived systems hold."""
     from moe_parallel import RoutedMoE
-    from moe_parallel.config import ThresholdSelection, TopKSelection
-    from moe_parallel.layers import RoutedLayer
-    from moe_parallel.layers.bias import balancing_bias, expert_cutoffs
-    from moe_parallel.systems import System, register, threshold, topk
+    from moe_parallel.layers import RoutedLayer, System, register, system_of
+    from moe_parallel.systems import ThresholdSelection, TopKSelection
+    from moe_parallel.systems.threshold import rule as threshold
+    from moe_parallel.systems.topk import rule as topk
 
     class OtherTopK(TopKSelection, system="other_topk"):
         pass
@@ -319,41 +384,38 @@ def _balance() -> list[tuple[str, str, bool]]:
     class OtherThreshold(ThresholdSelection, system="other_threshold"):
         pass
 
+    system_of(ThresholdSelection())
+    with pytest.raises(ValueError) as refused:
+        register(System(OtherThreshold, RoutedLayer, threshold.rules))
+    register(System(OtherTopK, RoutedLayer, topk.rules))
+    register(replace(threshold.THRESHOLD, selection=OtherThreshold))
     by_errors = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "error"}
     found = []
-    for record, bias, options in (
-        (System(OtherTopK, RoutedLayer, topk.rules), balancing_bias, by_errors),
-        (System(OtherThreshold, RoutedLayer, threshold.rules), expert_cutoffs, {}),
-    ):
-        with pytest.raises(ValueError) as refused:
-            register(record)
-        register(replace(record, bias=bias))
-        moe = RoutedMoE(8, 4, selection=record.selection(**options), backend="reference")
+    for selection in (OtherTopK(**by_errors), OtherThreshold()):
+        moe = RoutedMoE(8, 4, selection=selection, backend="reference")
         held = moe.layer.bias
         before_E = held.bias_E.clone()
         # 14 choices of 4 experts are never even, whatever the initial weights are.
         moe(torch.randn(7, 8, generator=torch.Generator().manual_seed(1)))
         moe.after_step()
-        moved = not torch.equal(before_E, held.bias_E)
-        found.append((str(refused.value), type(held).__name__, moved))
-    return found
+        found.append((type(held).__name__, not torch.equal(before_E, held.bias_E)))
+    return str(refused.value), found
 
 
-def test_a_record_names_what_makes_its_bias_or_cutoffs() -> None:
-    ((of_topk, of_threshold),) = run_distributed(1, _balance)
-    assert of_topk[1:] == ("ProportionalBias", True)
-    assert of_topk[0].startswith(
-        "OtherTopK has the options of BiasBalancing, but its record names no bias: add "
-        "bias=balancing_bias of moe_parallel.layers.bias"
+def test_options_bring_a_bias_and_a_record_names_what_makes_cutoffs() -> None:
+    ((refused, found),) = run_distributed(1, _balance)
+    assert found == [("ProportionalBias", True), ("QuantileCutoffs", True)]
+    assert refused == (
+        "OtherThreshold has the options of cutoffs, but its record makes none: add "
+        "bias=expert_cutoffs of moe_parallel.systems.threshold.rule"
     )
-    assert of_threshold[1:] == ("QuantileCutoffs", True)
-    assert "add bias=expert_cutoffs of moe_parallel.layers.bias" in of_threshold[0]
 
 
 def _register_twice() -> list[str]:
-    from moe_parallel.config import RoutedSelection, TopKSelection
-    from moe_parallel.layers import RoutedLayer
-    from moe_parallel.systems import System, register, system_of, topk
+    from moe_parallel.config import RoutedSelection
+    from moe_parallel.layers import RoutedLayer, System, register, system_of
+    from moe_parallel.systems import TopKSelection
+    from moe_parallel.systems.topk import rule as topk
 
     messages = []
     for action in (

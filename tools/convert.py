@@ -77,12 +77,13 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     _check(own)
     load_torch()
 
-    from moe_parallel.config import AoESelection, parse_command_line
+    from moe_parallel.config import parse_command_line
     from moe_parallel.convert.configuration import converted_config, left_out
     from moe_parallel.convert.conversion import convert
     from moe_parallel.convert.conversion_report import conversion_json, conversion_table
     from moe_parallel.convert.gate import GateOptions
     from moe_parallel.data.atomic_files import write_atomically
+    from moe_parallel.systems import AoESelection
     from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.run_lock import locked_folder
     from moe_parallel.training.standalone import single_process, standalone_config

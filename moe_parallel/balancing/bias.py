@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_parallel.balancing.load import keeping_dtypes
-from moe_parallel.balancing.quantile import StepMean, exceeded_by_share, midpoint
+from moe_parallel.balancing.load import StepMean, exceeded_by_share, keeping_dtypes, midpoint
+from moe_parallel.config import BiasBalancing, FixedFreeExperts, Selection
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -176,3 +176,38 @@ def _error(counts_E: torch.Tensor) -> torch.Tensor:
     """(mean load - load) / mean load of each expert, fp64; exactly 0 for an equal load."""
     total = counts_E.sum()
     return (total - len(counts_E) * counts_E) / total.clamp(min=1)
+
+
+#: The class for each --moe-router-bias-update, and the option that is its second argument.
+_UPDATES: dict[str, tuple[Callable[[int, float], ExpertBias], str]] = {
+    "sign": (ExpertBias, "moe_router_bias_update_rate"),
+    "error": (ProportionalBias, "moe_router_bias_update_rate"),
+    "id": (IntegralDerivativeBias, "moe_router_bias_update_rate"),
+    "quantile": (QuantileBias, "moe_router_bias_ema"),
+}
+
+
+def balancing_bias(selection: Selection, config: Any, train_iters: int | None) -> ExpertBias | None:
+    """The balancing bias of a layer. None without --moe-router-enable-expert-bias.
+
+    Args:
+        config: of the layer (`LayerConfig`).
+        train_iters: of the run; None: no run trains the layer.
+    """
+    if not (isinstance(selection, BiasBalancing) and selection.moe_router_enable_expert_bias):
+        return None
+    n = config.num_moe_experts
+    if isinstance(selection, FixedFreeExperts) and selection.free_experts:
+        rate = selection.moe_router_bias_update_rate
+        assert rate is not None  # `Selection.rescaled` has set it
+        return _anchored_bias(selection, rate, n)
+    build, option = _UPDATES[selection.moe_router_bias_update]
+    return build(n, getattr(selection, option))
+
+
+def _anchored_bias(selection: FixedFreeExperts, rate: float, num_experts: int) -> AnchoredBias:
+    num_free = selection.free_experts
+    k, k_e = selection.choices_per_token, selection.moe_ffn_experts_per_token
+    if k is None or k_e is None:  # all columns equally loaded
+        return AnchoredBias(num_experts, rate, num_free, num_experts + num_free, num_experts)
+    return AnchoredBias(num_experts, rate, num_free, k, k_e)

@@ -1,4 +1,6 @@
-"""The auxiliary losses, as pure functions. Each returns an fp32 scalar.
+"""The auxiliary losses that systems share: pure functions, and what a layer builds of options.
+
+Each function of choices returns an fp32 scalar. A loss of one system stands beside its rule.
 
 Under tensor and context parallelism ranks share a micro-batch, and T counts the tokens of one
 rank. Every loss is the loss of the whole micro-batch, so it does not depend on the layout. The
@@ -9,10 +11,19 @@ Shape suffixes: T tokens, E experts, B sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
 
+from moe_parallel.balancing.controller import Controller
+from moe_parallel.balancing.load import StepLoad
+from moe_parallel.config import Balancing, FixedChoices, FreeExperts, RoutedSelection, Selection
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.telemetry.metrics import loss_names, register_loss
 
 
 def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
@@ -25,7 +36,7 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     Uniform routing gives K.
     """
     num_experts = choices.scores_TE.shape[1]
-    return num_experts * _weighted_by_load(choices.probabilities_TE.sum(dim=0), choices, tokens)
+    return num_experts * weighted_by_load(choices.probabilities_TE.sum(dim=0), choices, tokens)
 
 
 def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
@@ -82,45 +93,7 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)
 
 
-def l1_loss(choices: Choices, tokens: Tokens, target: float) -> torch.Tensor:
-    """mean_t sum_i f_i g_ti over the micro-batch (ReMoE, arXiv 2412.14711).
-
-    f_i: E / target * the share of the tokens that chose expert i, without gradient; 1 if an equal
-        load has `target` choices per token. It pushes harder on experts with a high load.
-    g_ti: the prob of expert i, not negative; 0 if it was not chosen.
-    """
-    num_experts = choices.scores_TE.shape[1]
-    return num_experts / target * _weighted_by_load(choices.probs_per_expert(), choices, tokens)
-
-
-def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 7).
-
-    Without it, dynamic routing could become less certain and so choose more experts.
-    """
-    # A probability that underflows to 0 adds 0. Without the clamp its gradient would be infinite.
-    p_TE = choices.probabilities_TE
-    total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
-    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)
-
-
-def routing_free_loss(choices: Choices, tokens: Tokens, expert_share: float) -> torch.Tensor:
-    """mu L_EB + (1 - mu) L_TB over the micro-batch (Routing-Free MoE, arXiv 2604.00801).
-
-    L_EB = mean_i (mean_t f_ti) (mean_t G_ti) and L_TB = mean_t (mean_i f_ti) (mean_i G_ti), with
-        f_ti: 1 if token t chose expert i, without gradient; G_ti: the value then, and 0 otherwise.
-    `expert_share`: mu.
-    """
-    assert choices.values_TE is not None
-    num_tokens, num_experts = choices.scores_TE.shape
-    f_TE = choices.chosen()
-    g_TE = choices.values_TE * f_TE
-    experts = _weighted_by_load(g_TE.sum(dim=0), choices, tokens) / num_experts
-    both = tokens.sum((f_TE.mean(dim=1) * g_TE.mean(dim=1)).sum())
-    return expert_share * experts + (1 - expert_share) * both / (num_tokens * tokens.num_shares)
-
-
-def _weighted_by_load(sums_E: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
+def weighted_by_load(sums_E: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
     """sum_i f_i m_i, with f_i the share of the tokens that chose expert i.
 
     Args:
@@ -129,3 +102,114 @@ def _weighted_by_load(sums_E: torch.Tensor, choices: Choices, tokens: Tokens) ->
     sums_2E = torch.stack([choices.tokens_per_expert(), sums_E])
     share_E, mean_E = tokens.sum(sums_2E) / (len(choices.scores_TE) * tokens.num_shares)
     return torch.sum(share_E * mean_E)
+
+
+LossOfChoices = Callable[[Choices, Tokens], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RoutingLoss:
+    """An auxiliary loss on the routing of a micro-batch, and its coefficient.
+
+    With a controller, its setting multiplies the coefficient.
+    """
+
+    name: str  # in metrics.jsonl
+    coefficient: float
+    of: LossOfChoices
+    controller: Controller | None = None
+    through_all: bool = True  # whether scores of experts that are not chosen have a gradient
+
+    def __post_init__(self) -> None:
+        if self.name not in loss_names():
+            raise ValueError(
+                f"no auxiliary loss is called {self.name!r}: call {register_loss.__module__}."
+                f"register_loss({self.name!r}) where the system is registered"
+            )
+
+    def weighted(self, value: torch.Tensor) -> torch.Tensor:
+        """The part of the total loss that a value of this loss adds."""
+        part = self.coefficient * value
+        return part if self.controller is None else self.controller.setting * part
+
+
+class LossContext(NamedTuple):
+    """What a loss may use besides the options of its system."""
+
+    num_moe_layers: int  # of the whole model
+    load: StepLoad | None = None  # of the latest step; None: see `Selection.uses_step_load`
+    controller: Controller | None = None  # None: see `Selection.controlled`
+    layer: Any = None  # the layer that will compute the loss; its weights exist by then
+
+
+#: Takes the options of a system.
+MakeLoss = Callable[[Any, LossContext], RoutingLoss]
+
+
+def load_balancing(selection: Balancing, context: LossContext) -> RoutingLoss:
+    """alpha * n * sum f_i P_i, over the scope that --moe-router-load-balancing-type selects.
+
+    With free experts it is alpha * (n + Z) * sum eta_i f_i P_i, with eta_i = tau for those.
+    --moe-aux-loss-per-choice divides alpha by MoE layers * K.
+    """
+    scope = selection.moe_router_load_balancing_type
+    loss: LossOfChoices = load_balancing_loss
+    if scope == "seq_aux_loss":
+        loss = sequence_load_balancing_loss
+    elif scope == "global_aux_loss" and context.load is not None:
+        loss = partial(_of_the_step_before, context.load)
+    if isinstance(selection, FreeExperts) and selection.free_experts:
+        loss = partial(_weighing_free, loss, selection.free_experts, selection.moe_free_expert_tau)
+    share = 1.0
+    if isinstance(selection, FixedChoices) and selection.moe_aux_loss_per_choice:
+        share = context.num_moe_layers * selection.moe_router_topk
+    return RoutingLoss("load_balancing_loss", selection.moe_aux_loss_coeff / share, loss)
+
+
+def importance(selection: Balancing, context: LossContext) -> RoutingLoss:
+    """(std / mean)^2, over the experts, of each expert's sum of probs."""
+    return RoutingLoss("importance_loss", selection.moe_importance_loss_coeff, importance_loss)
+
+
+def z(selection: RoutedSelection, context: LossContext) -> RoutingLoss:
+    """mean(logsumexp(router logits)^2)."""
+    return RoutingLoss("z_loss", selection.moe_z_loss_coeff, z_loss)
+
+
+def coupling(selection: RoutedSelection, context: LossContext) -> RoutingLoss:
+    """ERC: couples router and experts. It is a loss on the weights, whatever the tokens are."""
+    groups = context.layer.context.groups
+    # A loss on tokens leaves a part of its gradient on each rank of a micro-batch, tp x cp, and
+    # Megatron-Core adds up the parts. This one leaves a part on each rank of etp x ep.
+    share = groups.etp_ep.size() / groups.tp_cp.size()
+    coefficient = share * selection.moe_erc_loss_coeff
+    return RoutingLoss("erc_loss", coefficient, context.layer.coupling_loss)
+
+
+def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """The loss with f of the previous global batch; 0 in the first step, which has none."""
+    return global_load_balancing_loss(choices, tokens, load.share_E)
+
+
+def _weighing_free(
+    loss: LossOfChoices, num_free: int, tau: float, choices: Choices, tokens: Tokens
+) -> torch.Tensor:
+    """A load-balancing loss whose terms of the free experts count tau (MoE++).
+
+    At its balance, eta_i f_i is equal for all i. MoE++ leaves out the factor n + Z.
+    """
+    eta_E = torch.ones_like(choices.probabilities_TE[0])
+    eta_E[-num_free:] = tau
+    return loss(replace(choices, probabilities_TE=choices.probabilities_TE * eta_E), tokens)
+
+
+#: The losses that options bring with them.
+_LOSSES: dict[type[Selection], tuple[MakeLoss, ...]] = {
+    Balancing: (load_balancing, importance),
+    RoutedSelection: (z, coupling),
+}
+
+
+def losses_of(kind: type[Selection]) -> tuple[MakeLoss, ...]:
+    """The losses that the options of a system bring, in the order in which they are added."""
+    return tuple(make for base, its in _LOSSES.items() if issubclass(kind, base) for make in its)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from moe_parallel.config.message import as_typed, did_you_mean
 from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
 from moe_parallel.config.option import Option, options
 from moe_parallel.config.replaced import without_replaced
-from moe_parallel.config.selection import SELECTIONS
+from moe_parallel.config.selection import selection_of, selections
 from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
 
@@ -54,7 +56,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
     Prints help and raises SystemExit(0) for --help [WORD]. Raises InputError for unknown words.
     """
-    parser = _parser()
+    parser = _parser(arguments)
     for place, word in enumerate(arguments, 1):
         if word.split("=")[0] in ("-h", "--help"):
             about = word.partition("=")[2] or (*arguments[place:], "")[0]
@@ -68,9 +70,19 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(given, None if file is None else Path(file))
 
 
+def _import_systems(arguments: Sequence[str]) -> None:
+    """Imports the outside system that the words or their file name, whose options are flags."""
+    for name, value in pairwise(part for word in arguments for part in word.split("=", 1)):
+        with suppress(InputError, OSError):  # what is wrong is said when it is used
+            if dashed(name) == "--expert-selection":
+                selection_of(value)
+            elif name == "--config" and Path(value).is_file():
+                selection_of(str(read_yaml(Path(value)).get("expert_selection")))
+
+
 def check_flags(arguments: Sequence[str], others: dict[str, str] | None = None) -> None:
     """Raises InputError for a flag that training does not have. `others`: that may be meant."""
-    parser = _parser()
+    parser = _parser(arguments)
     known = parser.flags
     names = [word.split("=")[0] for word in arguments if word.startswith("--")]
     for name in names:
@@ -100,7 +112,9 @@ class _Parser(OneLineParser):
     LISTED = "pretrain_gpt_moe.py --help all lists all flags"
 
 
-def _parser() -> _Parser:
+def _parser(arguments: Sequence[str]) -> _Parser:
+    """The parser of all flags, also of those of an outside system that the words name."""
+    _import_systems(arguments)
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
         usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
@@ -192,7 +206,7 @@ def _add_selections(parser: argparse.ArgumentParser) -> None:
 
 def _named(systems: Collection[str]) -> str:
     """The systems that have an option, or those that do not if they are fewer."""
-    others = [system for system in SELECTIONS if system not in systems]
+    others = [system for system in selections() if system not in systems]
     if not others:
         return "all"
     return f"all but {', '.join(others)}" if len(others) < len(systems) else ", ".join(systems)

@@ -22,12 +22,13 @@ from moe_parallel.config.optimizer import OptimizerConfig
 from moe_parallel.config.option import Option, build, options
 from moe_parallel.config.parallel import ParallelConfig
 from moe_parallel.config.section import Section
-from moe_parallel.config.selection import SELECTIONS, Selection, TopKSelection
+from moe_parallel.config.selection import Selection, recorded_name, selection_of, selections
 from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
 
 EXPERT_SELECTION = "expert_selection"
+_DEFAULT = "topk"
 #: That of libyaml is ten times as fast; PyYAML may be built without it.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -38,7 +39,7 @@ class Config:
 
     model: ModelConfig = ModelConfig()
     moe: MoEConfig = MoEConfig()
-    selection: Selection = TopKSelection()
+    selection: Selection = dataclasses.field(default_factory=lambda: selections()[_DEFAULT]())
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
     fp8: Fp8Config = Fp8Config()
@@ -174,7 +175,7 @@ class Config:
         for name, section in self.sections():
             values = {o.name: getattr(section, o.name) for o in options(type(section))}
             if section is self.selection:
-                values = {EXPERT_SELECTION: self.selection.system} | values
+                values = {EXPERT_SELECTION: recorded_name(type(self.selection))} | values
             yield name, values
 
     def to_yaml(self) -> str:
@@ -202,19 +203,19 @@ def common_options() -> dict[str, Option]:
 
 def selection_options() -> dict[str, dict[str, Option]]:
     """The options of each expert-selection system: {system: {name: option}}."""
-    return {name: {o.name: o for o in options(kind)} for name, kind in SELECTIONS.items()}
+    return {name: {o.name: o for o in options(kind)} for name, kind in selections().items()}
 
 
 def expert_selection() -> Option:
-    """The option --expert-selection, whose choices are all SELECTIONS registered so far."""
+    """The option --expert-selection; its choices are the systems that are imported."""
     return Option(
         name=EXPERT_SELECTION,
         kind=str,
         optional=False,
         many=False,
-        default=TopKSelection.system,
+        default=_DEFAULT,
         help="the system that selects the experts",
-        choices=tuple(SELECTIONS),
+        choices=tuple(selections()),
     )
 
 
@@ -226,15 +227,17 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """
     raw = dict(raw)
     which = expert_selection()
-    system = which.parse(raw.pop(which.name, which.default))
-    common, by_system = common_options(), selection_options()
+    given = raw.pop(which.name, which.default)
+    outside = isinstance(given, str) and given not in (*which.choices, "none")
+    kind = selection_of(given if outside else which.parse(given))
+    system, common, by_system = kind.system, common_options(), selection_options()
     known = common | by_system[system]
     for name in raw:
         if name not in known:
             raise _unknown(name, raw[name], system, known, by_system)
     values = {name: known[name].parse(value) for name, value in raw.items()}
     parts = {name: build(section, values) for name, section in common_sections().items()}
-    return Config(selection=build(SELECTIONS[system], values), **parts)
+    return Config(selection=build(kind, values), **parts)
 
 
 def _unknown(

@@ -9,6 +9,8 @@ from moe_parallel.config.config import EXPERT_SELECTION, expert_selection, selec
 from moe_parallel.config.message import as_typed, flag
 from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.option import options
+from moe_parallel.config.selection import selection_of
+from moe_parallel.errors import InputError
 
 _LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
 
@@ -42,19 +44,16 @@ def without_replaced(
 
     Returns (options, one line that lists the options left out, or None).
     """
-    by_system = selection_options()
     which = expert_selection()
-    old = file.get(which.name, which.default)
-    new = given.get(which.name, old)
-    if given.get("num_experts") == "none":
-        replaced, by = expert_options() - {"num_experts"}, "--num-experts none"
-    elif str(old) in by_system and new in by_system:
-        replaced, by = (
-            by_system[str(old)].keys() - by_system[new].keys(),
-            f"{which.flag} {new}",
-        )
-    else:
-        return dict(file), None  # refused later
+    old = str(file.get(which.name, which.default))
+    new = str(given.get(which.name, old))
+    replaced, by = expert_options() - {"num_experts"}, "--num-experts none"
+    if given.get("num_experts") != "none":
+        try:
+            its, others = ({o.name for o in options(selection_of(name))} for name in (old, new))
+        except InputError:
+            return dict(file), None  # refused later
+        replaced, by = its - others, f"{which.flag} {new}"
     gone = {name: value for name, value in file.items() if name in replaced}
     if not gone:
         return dict(file), None

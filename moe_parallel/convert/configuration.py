@@ -7,20 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.config import (
-    SELECTIONS,
-    Config,
-    LoryPrefixSelection,
-    LorySelection,
-    Selection,
-    TopKSelection,
-    make_config,
-    parse_command_line,
-)
+from moe_parallel.config import Config, Selection, make_config, parse_command_line
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import options
-from moe_parallel.config.selection.traced import TracedSelection
+from moe_parallel.config.selection.parts import TracedSelection
 from moe_parallel.errors import InputError
+from moe_parallel.systems import SELECTIONS, LoryPrefixSelection, LorySelection, TopKSelection
 
 SOURCES: dict[str, tuple[type[Selection], ...]] = {
     "aoe": (TopKSelection,),

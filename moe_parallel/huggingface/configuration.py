@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_parallel.config import Config, ModelConfig, TopKSelection
+from moe_parallel.config import Config, ModelConfig
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import Experts, Family
 from moe_parallel.huggingface.fields import Fields
+from moe_parallel.systems import TopKSelection
 
 #: Fields that change what a model computes in a way that ours does not: the values that do not.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moe_parallel.config import Config, TopKSelection
+from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.fields import Fields
 from moe_parallel.huggingface.places import ExpertNames, TensorPlace, plain
+from moe_parallel.systems import TopKSelection
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,12 @@ from moe_parallel.errors import InputError
 from moe_parallel.huggingface import own_steps
 from moe_parallel.huggingface.own_steps import LayerSource, routing_neurons
 from moe_parallel.huggingface.steps import Step
-from moe_parallel.layers import (
-    AutonomousLayer,
-    LoryLayer,
-    RoutedLayer,
-    RoutingFreeLayer,
-    UnionLayer,
-)
+from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer
-from moe_parallel.systems import system_of
+from moe_parallel.layers.system import system_of
+from moe_parallel.systems.lory.rule import LoryLayer
+from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
+from moe_parallel.systems.uoe.rule import UnionLayer
 
 EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
 _EXPERTS_CHOSE = (

@@ -11,17 +11,18 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from moe_parallel.balancing.losses import LossContext, load_balancing
 from moe_parallel.config import Config, Selection
 from moe_parallel.errors import InputError
-from moe_parallel.layers.routing_losses import LossContext, load_balancing, load_balancing_of_topk
-from moe_parallel.selection import threshold, topk
-from moe_parallel.selection.expert_dropout import ExpertDropout
-from moe_parallel.selection.relu import ReLU
+from moe_parallel.layers.system import system_of
+from moe_parallel.selection import topk
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
-from moe_parallel.selection.threshold import Threshold
-from moe_parallel.selection.top_p import MovingTopP, TopP
 from moe_parallel.selection.topk import TopK, WithoutZeroExperts
-from moe_parallel.systems import system_of
+from moe_parallel.systems.relu.rule import ReLU
+from moe_parallel.systems.smear.rule import ExpertDropout
+from moe_parallel.systems.threshold import rule as threshold
+from moe_parallel.systems.threshold.rule import Threshold
+from moe_parallel.systems.top_p.rule import MovingTopP, TopP
 
 #: From a rule, and the number of scores that it sees, to its fields.
 RuleFields = Callable[[Any, int], dict[str, Any]]
@@ -71,7 +72,7 @@ def loss_fields(config: Config) -> dict[str, Any]:
     """The fields of the load-balancing loss, if the system has one."""
     selection: Any = config.selection
     for make in system_of(selection).losses:
-        if make in (load_balancing, load_balancing_of_topk):
+        if make in (load_balancing, load_balancing):
             loss = make(selection, LossContext(sum(config.moe_layers)))
             by_sequence = selection.moe_router_load_balancing_type == "seq_aux_loss"
             tau = getattr(selection, "moe_free_expert_tau", 1.0)

@@ -1,16 +1,15 @@
 """Layers of experts in three families: routed, autonomous, and merged.
 
-The first two dispatch tokens to experts; a merged layer dispatches nothing.
+The first two dispatch tokens to experts; a merged layer dispatches nothing. A system is a record
+(`System`) of which layer, rules and losses its options select.
 """
 
 from moe_parallel.layers.autonomous import AutonomousLayer
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
-from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
+from moe_parallel.layers.merged import MergedLayer
 from moe_parallel.layers.routed import FactorizedRoutedLayer, RoutedLayer
-from moe_parallel.layers.routing_free import RoutingFreeLayer
-from moe_parallel.layers.system import Rules, System
-from moe_parallel.layers.union import UnionLayer
+from moe_parallel.layers.system import Rules, System, register, system_of
 
 __all__ = [
     "AutonomousLayer",
@@ -19,12 +18,10 @@ __all__ = [
     "FactorizedRoutedLayer",
     "LayerConfig",
     "LayerContext",
-    "LoryLayer",
     "MergedLayer",
     "RoutedLayer",
-    "RoutingFreeLayer",
     "Rules",
-    "SmearLayer",
     "System",
-    "UnionLayer",
+    "register",
+    "system_of",
 ]

@@ -20,7 +20,7 @@ from moe_parallel.layers.scoring_weight import scoring_weight
 from moe_parallel.layers.system import System
 from moe_parallel.ops.types import Choose, Gradient, Keep
 from moe_parallel.selection.choices import Choices, Rule
-from moe_parallel.selection.replayed import Replayed
+from moe_parallel.selection.forced import Replayed
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK, softmax_of_selected
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,19 +21,20 @@ import torch.distributed as dist
 
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.balancing.load import StepLoad
-from moe_parallel.config import DispatchedSelection
+from moe_parallel.balancing.losses import LossContext, RoutingLoss
+from moe_parallel.config import Config, DispatchedSelection, FreeExperts, Selection
 from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
-from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.layers.past import RememberedSegments
-from moe_parallel.layers.routing_losses import LossContext, RoutingLoss
-from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.layers.system import Rules, System
+from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
+from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.segments import BySegment
+from moe_parallel.selection.shares import Share, in_order, part_of, take, zigzag
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -48,6 +50,7 @@ class DispatchedLayer(ExpertLayer):
 
     rule: Rule
     evaluation_rule: Rule
+    hash_table: Any  # the experts of each token id; None: the scores choose
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class DispatchedLayer(ExpertLayer):
         self.bias = system.bias(selection, config, context.train_iters)
         self._bias_moves = selection.bias_moves
         self.controller = system.controller(selection, self.num_experts, context.train_iters)
-        assert (context.hash_table_VK is not None) == selection.reads_token_ids
+        self.hash_table = system.table(context)
         rules = self._rules(system.rules(selection))
         self.rule, self.evaluation_rule = context.trace.rule(rules.training), rules.evaluation
         self.load = StepLoad(self.num_scores) if selection.uses_step_load else None
@@ -81,8 +84,7 @@ class DispatchedLayer(ExpertLayer):
     def _rules(self, rules: Rules) -> Rules:
         """The rules with what the layer holds for them."""
         context = self.context
-        if context.hash_table_VK is not None:
-            self.hash_table = HashTable(context.hash_table_VK)
+        if self.hash_table is not None:
             rules = Rules(*map(self.hash_table.of, rules))
         if self.controller is not None:
             rules = Rules(*map(self.controller.of, rules))
@@ -148,11 +150,19 @@ class DispatchedLayer(ExpertLayer):
             parts_BS = self.token_ids_BS.split(length, 1)  # one for each tensor-parallel rank
             part = self.context.groups.tp.rank() if len(parts_BS) > 1 else 0
             ids_T = parts_BS[part].t().flatten()
-        place = {"layer": self.layer_number, "iteration": self.context.iteration()}
-        if self.training:
-            place["micro_batch"] = self.context.trace.next_micro_batch(**place)
-        cp_size = self.context.groups.cp.size()
-        return SplitTokens(sequences, ranks, cp_size=cp_size, ids_T=ids_T, **place)
+        context, dp = self.context, self.context.groups.dp
+        layer, iteration = self.layer_number, context.iteration()
+        micro_batch = context.trace.next_micro_batch(layer, iteration) if self.training else 0
+        return SplitTokens(
+            sequences,
+            ranks,
+            cp_size=context.groups.cp.size(),
+            layer=layer,
+            iteration=iteration,
+            first_sequence=(micro_batch * dp.size() + dp.rank()) * sequences,
+            seed=context.seed,
+            ids_T=ids_T,
+        )
 
     def _compute_tokens(self, x_TD: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         choices = self.choose(x_TD, tokens)
@@ -282,3 +292,71 @@ def _shared_expert(
     kind = OverlappedSharedExpert if overlaps else SharedExpert
     weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
     return kind(config, width, weighed, context.groups, context.ops, recomputes)
+
+
+@dataclass(frozen=True)
+class SplitTokens(Tokens):
+    """A share of every sequence. The methods are those of `Tokens` and collective over `ranks`."""
+
+    ranks: dist.ProcessGroup  # tensor- and context-parallel; the number in tp varies fastest
+    cp_size: int = field(default=1, kw_only=True)  # context-parallel ranks among them
+
+    @property
+    def num_shares(self) -> int:
+        return self.ranks.size()
+
+    @property
+    def num_stretches(self) -> int:
+        return self.ranks.size() // self.cp_size
+
+    def share(self, num_tokens: int) -> Share:
+        length = num_tokens // self.num_sequences * self.num_shares
+        return self._share_of(self.ranks.rank(), length)
+
+    def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
+        if self.num_shares == 1:
+            return x_TX.detach()
+        together = gather_over(x_TX.detach(), 0, self.ranks)
+        if self.cp_size == 1:
+            return together
+        length = len(together) // self.num_sequences
+        shares = [self._share_of(rank, length) for rank in range(self.num_shares)]
+        return in_order(self._by_position(together), shares).flatten(0, 1)
+
+    def of_this_rank(self, x_AX: torch.Tensor) -> torch.Tensor:
+        share = self._share_of(self.ranks.rank(), len(x_AX) // self.num_sequences)
+        return take(self._by_position(x_AX), share).flatten(0, 1)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return sum_over(x, self.ranks)
+
+    def sum_for_each(self, x: torch.Tensor) -> torch.Tensor:
+        return sum_gradient_over(sum_over(x, self.ranks), self.ranks)
+
+    def _share_of(self, rank: int, length: int) -> Share:
+        of_cp, of_tp = divmod(rank, self.num_stretches)
+        return part_of(zigzag(length, self.cp_size, of_cp), self.num_stretches, of_tp)
+
+    def _by_position(self, x: torch.Tensor) -> torch.Tensor:
+        """[S * B, ...] -> [S, B, ...]."""
+        return x.unflatten(0, (-1, self.num_sequences))
+
+
+def build_capacity(config: Config) -> Capacity | None:
+    """The capacity rule of a configuration. Returns None if the model is dropless."""
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is None:
+        return None
+    return Capacity(
+        moe.moe_expert_capacity_factor,
+        DROP_ORDERS[moe.moe_token_drop_policy],
+        moe.moe_pad_expert_input_to_capacity,
+        config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
+        **_free_experts(config.selection),
+    )
+
+
+def _free_experts(selection: Selection) -> dict[str, Any]:
+    if not isinstance(selection, FreeExperts):
+        return {}
+    return {"num_free": selection.free_experts, "tau": selection.moe_free_expert_tau}

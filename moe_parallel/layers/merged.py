@@ -21,30 +21,20 @@ merged expert.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from moe_parallel.config import (
-    LoryPrefixSelection,
-    LorySelection,
-    MergedSelection,
-)
-from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts
+from moe_parallel.config import MergedSelection
+from moe_parallel.experts.merged import MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.system import System
-from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over, uniform_like
-from moe_parallel.selection.running_segments import RunningSegments
+from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.segments import (
-    FIRST_SEGMENT,
     Merges,
-    by_first,
     means_of,
-    own,
-    segment_sizes,
     segment_sums_of_share,
 )
 from moe_parallel.selection.shares import Share, zigzag
@@ -156,74 +146,3 @@ class MergedLayer(ExpertLayer):
             self.statistics.record_merges(
                 merges.weights_MBE.detach().flatten(0, 1), merges.tokens_MB().flatten()
             )
-
-
-class LoryLayer(MergedLayer):
-    """Lory: the previous segment gives the merge weights. Or prefix routing: the first does."""
-
-    def __init__(
-        self,
-        config: LayerConfig,
-        selection: LorySelection | LoryPrefixSelection,
-        expert_width: int,
-        context: LayerContext,
-        system: System,
-        **_: Any,  # what later versions of Megatron-Core add
-    ) -> None:
-        super().__init__(config, selection, expert_width, context, system)
-        self.length = selection.lory_segment_length
-        self.first = FIRST_SEGMENT[selection.lory_first_segment]
-
-    def merges(self, x_SBD: torch.Tensor) -> Merges:
-        past, rule, length, first = self.past, self.current_rule(), self.length, self.first
-        if past is not None and not past.is_empty:
-            return self._continued(x_SBD, past.segments[self.layer_number])
-        if past is not None:
-            if past.prompt_length is not None:
-                rule, length, first = by_first, past.prompt_length, own
-            past.segments[self.layer_number] = RunningSegments.after(
-                x_SBD, length, only_first=rule is by_first
-            )
-        means_GBD, tokens = self.segment_means(x_SBD, length)
-        if rule is by_first:
-            means_GBD = means_GBD[:1]
-        merges = rule(self.weights(means_GBD), segment_sizes(tokens, length), first)
-        return self.of_this_rank(merges, tokens)
-
-    def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
-        past = self.past
-        if past is None or past.is_empty or not past.by_prompt:
-            return super()._compute(x_MTBD, weights_MBE)
-        if weights_MBE.shape[1] > MERGED_AT_ONCE:  # to keep them all would need more memory
-            return super()._compute(x_MTBD, weights_MBE)
-        if self.layer_number not in past.merged:
-            past.merged[self.layer_number] = self.experts.merged(weights_MBE[0])
-        x_BTD = x_MTBD[0].transpose(0, 1)
-        y_BTD = self.experts.compute(x_BTD, past.merged[self.layer_number])
-        return y_BTD.transpose(0, 1)
-
-    def _continued(self, x_1BD: torch.Tensor, segments: RunningSegments) -> Merges:
-        """The merges for one more token of each sequence."""
-        e_1BE = self.weights(segments.mean_BX)[None]
-        complete_B1 = segments.complete_B[:, None]
-        weights_1BE = torch.where(complete_B1, e_1BE, self.first(e_1BE))
-        segments.add(x_1BD[0])
-        return Merges([1], weights_1BE)
-
-
-class SmearLayer(MergedLayer):
-    """SMEAR: the mean of a sequence gives the merge weights for all its tokens. Not causal."""
-
-    def merges(self, x_SBD: torch.Tensor) -> Merges:
-        mean_1BD, tokens = self.segment_means(x_SBD, None)
-        e_1BE, dropout = self.weights(mean_1BD), self.current_rule()
-        uniform_1BE = None
-        if dropout.probability:
-            uniform_1BE = uniform_like(e_1BE, self.context.groups, shared=True)
-        return self.of_this_rank(Merges([tokens], dropout(e_1BE, uniform_1BE)), tokens)
-
-    def logits(self, r: torch.Tensor) -> torch.Tensor:
-        """LN(r) LN(w_i) / sqrt(D): both have a variance of 1, so the logits start near N(0, 1)."""
-        width = r.shape[-1:]
-        w_ED = F.layer_norm(self.router_weight(r.dtype), width)
-        return F.linear(F.layer_norm(r, width), w_ED) / math.sqrt(width[0])

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.running_segments import RunningSegments
-from moe_parallel.selection.segments import BySegment
+from moe_parallel.selection.segments import BySegment, RunningSegments
 from moe_parallel.selection.tokens import Tokens
 
 

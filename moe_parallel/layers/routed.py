@@ -15,7 +15,6 @@ from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
-from moe_parallel.layers import routing_losses
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import System
@@ -54,11 +53,6 @@ class RoutedLayer(DispatchedLayer):
             self.add_replicated_weight(name, *shape)
         self._router = tuple(shapes)
         self._add_experts(expert_width)
-        if selection.moe_erc_loss_coeff and routing_losses.coupling not in system.losses:
-            raise ValueError(
-                f"--moe-erc-loss-coeff is {selection.moe_erc_loss_coeff}, but the record of "
-                f"{selection.system} has no such loss: add {routing_losses.__name__}.coupling"
-            )
 
     @classmethod
     def variant(cls, selection: RoutedSelection) -> type[RoutedLayer]:

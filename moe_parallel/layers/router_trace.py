@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Rule
-from moe_parallel.selection.forced import ForcibleRule
-from moe_parallel.selection.replayed import Replayed
+from moe_parallel.selection.forced import ForcibleRule, Replayed
 from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
@@ -46,16 +44,10 @@ class MicroBatches:
         return self._met[place] - 1
 
 
-def first_sequence(tokens: Tokens, dp: dist.ProcessGroup) -> int:
-    """The place in the global batch of the first sequence of a micro-batch of this rank."""
-    return (tokens.micro_batch * dp.size() + dp.rank()) * tokens.num_sequences
-
-
 class Recorder:
     """Collects the choices of this rank's layers in a step."""
 
-    def __init__(self, dp: dist.ProcessGroup) -> None:
-        self._dp = dp
+    def __init__(self) -> None:
         self._added: dict[int, list[tuple[Tokens, torch.Tensor]]] = defaultdict(list)
 
     def add(self, tokens: Tokens, experts_TK: torch.Tensor) -> None:
@@ -65,7 +57,7 @@ class Recorder:
     def take(self, layer: int, experts_NSK: torch.Tensor) -> None:
         """Moves a layer's choices of the step into `experts_NSK`, with 1 added to each."""
         for tokens, experts_TK in self._added.pop(layer, ()):
-            first = first_sequence(tokens, self._dp)
+            first = tokens.first_sequence
             places_S = positions(tokens.share(len(experts_TK)), experts_NSK.device)
             experts_SBK = experts_TK.unflatten(0, (-1, tokens.num_sequences))
             experts_BSK = experts_SBK.transpose(0, 1).to(experts_NSK) + 1
@@ -75,8 +67,7 @@ class Recorder:
 class Replay:
     """Gives the recorded choices of the step under way to the rules of this rank's layers."""
 
-    def __init__(self, dp: dist.ProcessGroup) -> None:
-        self._dp = dp
+    def __init__(self) -> None:
         self._layers: list[int] = []
         self._experts_LNSK: np.ndarray[Any, Any] | None = None
 
@@ -102,7 +93,7 @@ class Replay:
         """The recorded choices of tokens of a micro-batch: see `selection.replayed.Recorded`."""
         assert self._experts_LNSK is not None
         experts_NSK = self._experts_LNSK[self._layers.index(tokens.layer)]
-        first = first_sequence(tokens, self._dp)
+        first = tokens.first_sequence
         places_S = every * positions(tokens.share(num_tokens)).numpy()
         experts_BSK = experts_NSK[first : first + tokens.num_sequences, places_S]
         return torch.from_numpy(experts_BSK.astype(np.int64)).transpose(0, 1).flatten(0, 1)
@@ -121,9 +112,7 @@ class RouterTrace:
         return rule if self.replay is None else self.replay.rule(rule)
 
     def next_micro_batch(self, layer: int, iteration: int) -> int:
-        """The number of the micro-batch that a layer meets now, in training; 0 if nobody asks."""
-        if self.recorder is None and self.replay is None:
-            return 0
+        """The number of the micro-batch that a layer meets now, in training."""
         return self._micro_batches.next(layer, iteration)
 
     def record(self, tokens: Tokens, experts_TK: torch.Tensor) -> None:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_parallel.config import SELECTIONS, Config, Selection, make_config, validate_layer
+from moe_parallel.config import Config, Selection, make_config, validate_layer
 from moe_parallel.errors import InputError
+from moe_parallel.systems import SELECTIONS
 
 #: The names of arguments in the configuration, where they differ.
 OPTIONS = {

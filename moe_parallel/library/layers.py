@@ -14,21 +14,16 @@ from torch import nn
 from torch.func import functional_call
 
 from moe_parallel.balancing.controller import end_step
-from moe_parallel.config import (
-    AoESelection,
-    AutonomousSelection,
-    RoutedSelection,
-    Selection,
-    TopKSelection,
-)
+from moe_parallel.config import AutonomousSelection, RoutedSelection, Selection
 from moe_parallel.errors import InputError
 from moe_parallel.layers import DispatchedLayer, LayerConfig, LayerContext
-from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.dispatched import build_capacity
 from moe_parallel.layers.forced_routing import build_forcing
+from moe_parallel.layers.system import system_of
 from moe_parallel.library.arguments import layer_config, options_of_layer
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
-from moe_parallel.systems import system_of
+from moe_parallel.systems import AoESelection, TopKSelection
 from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
 
 #: Beginnings of the names of weights that layers use in fp32, whatever their dtype.

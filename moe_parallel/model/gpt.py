@@ -25,11 +25,11 @@ from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.linear import linear_by
 from moe_parallel.layers import LayerContext
-from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.dispatched import build_capacity
 from moe_parallel.layers.expert_layer import at_start
 from moe_parallel.layers.forced_routing import build_forcing
-from moe_parallel.layers.hash_table import build_hash_table
 from moe_parallel.layers.router_trace import RouterTrace
+from moe_parallel.layers.system import system_of
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights
@@ -42,7 +42,7 @@ from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.platform.norm import norm_by
-from moe_parallel.systems import system_of
+from moe_parallel.systems.hash.rule import build_hash_table
 from moe_parallel.telemetry.progress import Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
 

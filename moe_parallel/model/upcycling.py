@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_parallel.config import Config
+from moe_parallel.layers.system import system_of
 from moe_parallel.model.initialization import named_generator
-from moe_parallel.systems import system_of
 
 
 def change_by_upcycling(config: Config) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_parallel.config import Config, DynamicChoices
+from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 
 
@@ -42,7 +42,7 @@ def be_deterministic(config: Config) -> None:
         InputError: an environment variable asks for something else, or this host has a GPU and the
             system of expert selection cannot be deterministic on it.
     """
-    if torch.cuda.is_available() and isinstance(config.selection, DynamicChoices):
+    if torch.cuda.is_available() and hasattr(config.selection, "moe_top_p"):
         raise InputError(
             f"--deterministic-mode: --expert-selection {config.selection.system} sums "
             "probabilities by torch's cumsum, which is not deterministic on a GPU: choose another "

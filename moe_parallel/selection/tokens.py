@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 
 import torch
 
-from moe_parallel.selection.shares import Share
+from moe_parallel.selection.shares import Share, take
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Tokens:
     num_sequences: int  # B
     layer: int = field(default=1, kw_only=True)  # that routes them; its number in the model, from 1
     iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
-    micro_batch: int = field(default=0, kw_only=True)  # of this rank in its step, from 0
+    #: Its first sequence among those of the step, over all data-parallel ranks, from 0.
+    first_sequence: int = field(default=0, kw_only=True)
+    seed: int = field(default=0, kw_only=True)  # of the run
     #: int64: the ids of the T tokens, if the system reads them.
     ids_T: torch.Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
@@ -39,6 +42,23 @@ class Tokens:
     def share(self, num_tokens: int) -> Share:
         """The positions in the sequence of this rank's tokens. `num_tokens`: T."""
         return [range(num_tokens // self.num_sequences)]
+
+    def uniform(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """Random numbers of [0, 1) for a rule, fp32, one for each number of x_TX: [T, X].
+
+        They are those of the place: of the seed, the step, the layer, the sequence in the global
+        batch and the position in it. So a run repeats them, a recomputation too, no two places
+        share them, and they are the same in every layout. Every call in a pass gives the same.
+        """
+        num_tokens, columns = x_TX.shape
+        length = num_tokens // self.num_sequences * self.num_shares
+        numbers = []
+        for sequence in range(self.first_sequence, self.first_sequence + self.num_sequences):
+            place = f"{self.seed} {self.iteration} {self.layer} {sequence}"
+            generator = torch.Generator(x_TX.device).manual_seed(zlib.crc32(place.encode()))
+            drawn_SX = torch.rand(length, columns, generator=generator, device=x_TX.device)
+            numbers.append(take(drawn_SX, self.share(num_tokens)))
+        return torch.stack(numbers, dim=1).flatten(0, 1)
 
     def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks in the order [S, B]: [A, X]. Without gradient."""

@@ -1,42 +1,48 @@
-"""The systems of expert selection. Each has one record, in the file with the name of its rule.
+"""The systems of expert selection, one room each: the options, the rule and the record.
 
-A new system is a configuration (a `Selection` with its own name), a rule, and a record:
-
-    register(System(MySelection, layer=RoutedLayer, rules=my_rules))
-
-The record may be in any module that is imported before the configuration is read.
+A room is a package whose `__init__` has the options, which import no torch, so that `--help` is
+quick, and whose module `rule` has the rule and registers the record. A system of one's own may be
+one module with all three, here or anywhere (docs/systems/README.md).
 """
 
-from moe_parallel.layers.system import Rules, System
-from moe_parallel.systems import (  # each registers its records
-    aoe,
-    expert_choice,
-    hash_routing,
-    lory,
-    relu,
-    routing_free,
-    smear,
-    threshold,
-    top_p,
-    topk,
-    uoe,
+from moe_parallel.config.selection.selection import SELECTIONS
+
+# isort: off
+# In the order of --help.
+from moe_parallel.systems.topk import TopKSelection
+from moe_parallel.systems.aoe import AoESelection
+from moe_parallel.systems.top_p import AoETopPSelection, TopPSelection
+from moe_parallel.systems.threshold import AoEThresholdSelection, ThresholdSelection
+from moe_parallel.systems.relu import ReLUSelection
+from moe_parallel.systems.expert_choice import AoEExpertChoiceSelection, ExpertChoiceSelection
+from moe_parallel.systems.routing_free import RoutingFreeSelection
+from moe_parallel.systems.uoe import UoESelection
+from moe_parallel.systems.lory import (
+    LoryPrefixSelection,
+    LorySelection,
+    SegmentExpertChoiceSelection,
 )
-from moe_parallel.systems.registry import register, system_of
+from moe_parallel.systems.smear import SmearSelection
+from moe_parallel.systems.hash import HashSelection
+
+# isort: on
 
 __all__ = [
-    "Rules",
-    "System",
-    "aoe",
-    "expert_choice",
-    "hash_routing",
-    "lory",
-    "register",
-    "routing_free",
-    "relu",
-    "smear",
-    "system_of",
-    "threshold",
-    "top_p",
-    "topk",
-    "uoe",
+    "SELECTIONS",
+    "AoEExpertChoiceSelection",
+    "AoESelection",
+    "AoEThresholdSelection",
+    "AoETopPSelection",
+    "ExpertChoiceSelection",
+    "HashSelection",
+    "LoryPrefixSelection",
+    "LorySelection",
+    "ReLUSelection",
+    "RoutingFreeSelection",
+    "SegmentExpertChoiceSelection",
+    "SmearSelection",
+    "ThresholdSelection",
+    "TopKSelection",
+    "TopPSelection",
+    "UoESelection",
 ]

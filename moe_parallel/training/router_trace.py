@@ -63,8 +63,8 @@ class RunTrace:
         self._groups = groups
         self._trace, self._replay = selection.trace_folder, selection.replay_folder
         self.layers = RouterTrace(
-            None if self._trace is None else Recorder(groups.dp),
-            None if self._replay is None else Replay(groups.dp),
+            None if self._trace is None else Recorder(),
+            None if self._replay is None else Replay(),
         )
         self._begun = False
         self._done = 0

@@ -13,13 +13,13 @@ from moe_parallel.config import Config
 from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.option import options
-from moe_parallel.config.selection import TopKSelection
 from moe_parallel.config.upcycling import dense_width
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
+from moe_parallel.systems import TopKSelection
 from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer

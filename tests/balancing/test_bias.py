@@ -10,8 +10,7 @@ from moe_parallel.balancing.bias import (
     ProportionalBias,
     QuantileBias,
 )
-from moe_parallel.balancing.load import StepLoad
-from moe_parallel.balancing.quantile import midpoint
+from moe_parallel.balancing.load import StepLoad, midpoint
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens

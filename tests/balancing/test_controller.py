@@ -5,11 +5,10 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.balancing.controller import Controller, LossCoefficient, end_step, setting_of
-from moe_parallel.balancing.top_p_controller import TopPController
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.top_p import MovingTopP, TopP
+from moe_parallel.systems.top_p.rule import MovingTopP, TopP, TopPController
 from tests.distributed import run_distributed
 
 ALONE, CPU = groups_of_one().tp_dp_cp, torch.device("cpu")

@@ -8,14 +8,18 @@ from torch import distributed as dist
 
 from moe_parallel.balancing.bias import AnchoredBias
 from moe_parallel.balancing.controller import LossCoefficient
-from moe_parallel.balancing.cutoffs import ExpertCutoffs, QuantileCutoffs, SignCutoffs
-from moe_parallel.balancing.quantile import exceeded_by_share
+from moe_parallel.balancing.load import exceeded_by_share
 from moe_parallel.config import make_config
-from moe_parallel.config.selection.threshold import exceeded_norm, exceeded_normal
 from moe_parallel.parallel import groups_of_one
-from moe_parallel.selection import threshold
-from moe_parallel.selection.threshold import Threshold
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems.threshold import exceeded_norm, exceeded_normal
+from moe_parallel.systems.threshold import rule as threshold
+from moe_parallel.systems.threshold.rule import (
+    ExpertCutoffs,
+    QuantileCutoffs,
+    SignCutoffs,
+    Threshold,
+)
 from tests.distributed import run_distributed
 
 ALONE = groups_of_one().tp_dp_cp

@@ -9,21 +9,19 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.balancing.losses import (
-    entropy_loss,
     global_load_balancing_loss,
     importance_loss,
-    l1_loss,
     load_balancing_loss,
     sequence_load_balancing_loss,
     z_loss,
 )
-from moe_parallel.layers.split_tokens import SplitTokens
+from moe_parallel.layers.dispatched import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.relu import ReLU
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import TopK
+from moe_parallel.systems.relu.rule import ReLU, l1_loss
+from moe_parallel.systems.top_p.rule import TopP, entropy_loss
 from tests.distributed import run_distributed
 from tests.oracles import losses as oracle
 from tests.oracles import routing

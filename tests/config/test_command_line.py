@@ -116,7 +116,7 @@ def test_word_flags(flag: str, word: str) -> None:
 )
 def test_words_of_a_list(flag: str) -> None:
     choices = ", ".join(every_option()[flag].choices)
-    assert message_of(flag, "other") == f"{flag} is 'other': it takes one of {choices}"
+    assert message_of(flag, "other").startswith(f"{flag} is 'other': it takes one of {choices}")
 
 
 def test_data_path_takes_words() -> None:
@@ -202,7 +202,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
         "[aoe, aoe_top_p, aoe_threshold, aoe_expert_choice, routing_free] d_low, the rank of W_g"
         in selection
     )
-    assert "[topk, hash, aoe, uoe] number of experts per token" in selection
+    assert "[topk, aoe, uoe, hash] number of experts per token" in selection
     assert "[all but lory, lory_prefix, smear] total width of the shared expert" in selection
     assert "sum to p (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
 
@@ -312,8 +312,8 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
         ("lory", "--aoe-gate", "aoe"),
         ("aoe", "--moe-router-num-groups", "topk"),
         ("aoe", "--moe-top-p", "top_p or aoe_top_p"),
-        ("expert_choice", "--moe-router-topk", "topk or hash or aoe or uoe"),
-        ("top_p", "--lory-segment-length", "segment_expert_choice or lory or lory_prefix"),
+        ("expert_choice", "--moe-router-topk", "topk or aoe or uoe or hash"),
+        ("top_p", "--lory-segment-length", "lory or lory_prefix or segment_expert_choice"),
         ("lory", "--smear-expert-dropout", "smear"),
     ],
 )

@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_parallel.config import (
-    SELECTIONS,
-    Config,
-    make_config,
-    parse_command_line,
-    validate,
-)
+from moe_parallel.config import Config, make_config, parse_command_line, validate
+from moe_parallel.systems import SELECTIONS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Studies are not configurations of a run: they contain options of several systems.

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, make_config, validate
+from moe_parallel.config import make_config, validate
 from moe_parallel.config.forced_routing import ForcedRouting, parse_forced_routing
 from moe_parallel.errors import InputError
+from moe_parallel.systems import SELECTIONS
 
 EXPERTS = {"num_experts": 4}
 

@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 
 from moe_parallel.config import (
-    SELECTIONS,
     AutonomousSelection,
-    ReLUSelection,
     RoutedSelection,
     Selection,
     aoe_wide_size,
     make_config,
 )
 from moe_parallel.config.config import selection_options
+from moe_parallel.systems import SELECTIONS, ReLUSelection
 
 SCALED = {"aoe_up_init_method": "scaled"}
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, make_config, validate
+from moe_parallel.config import make_config, validate
 from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.errors import InputError
+from moe_parallel.systems import SELECTIONS
 from tests.config import dynamic_rules, test_fp8, test_validate
 from tests.config.dynamic_rules import (
     AOE_THRESHOLD,

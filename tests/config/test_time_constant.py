@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_parallel.balancing.top_p_controller import TopPController
 from moe_parallel.config import BiasBalancing, make_config
 from moe_parallel.config.selection.time_constant import TimeConstant, kept_share
+from moe_parallel.systems.top_p.rule import TopPController
 
 BIAS = {"num_experts": 8, "moe_router_enable_expert_bias": True, "train_iters": 1000}
 AOE = {"expert_selection": "aoe", "hidden_size": 128, "init_method_std": 0.02}

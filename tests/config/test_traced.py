@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, MergedSelection, make_config, validate
+from moe_parallel.config import MergedSelection, make_config, validate
 from moe_parallel.errors import InputError
+from moe_parallel.systems import SELECTIONS
 
 EXPERTS = {"num_experts": 4}
 

@@ -212,7 +212,7 @@ def test_what_does_not_go_with_either_selection(
             "moe-z-loss-coeff: 1\nexpert-selection: aoe",
             "--moe-z-loss-coeff is 1, but it belongs to .* topk",
         ),
-        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, top_p"),
+        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, aoe"),
         ("expert-selection: [aoe]", "--expert-selection is .'aoe'.: it takes one of"),
         ("expert-selection:", "--expert-selection needs a value"),
         ("bf16:", "--bf16 needs a value: give it true or false"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from moe_parallel.config import SELECTIONS
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.causality import (
     Influence,
@@ -19,6 +18,7 @@ from moe_parallel.evaluation.causality import (
     sample_places,
 )
 from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.systems import SELECTIONS
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
 from tests.program import flags

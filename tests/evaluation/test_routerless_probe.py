@@ -8,7 +8,6 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import nn
 
-from moe_parallel.config import AoESelection, TopKSelection, TopPSelection
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.routerless_probe import (
     PROBE_GATES,
@@ -24,7 +23,8 @@ from moe_parallel.evaluation.routerless_probe import (
 from moe_parallel.layers import RoutedLayer
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.top_p import TopP
+from moe_parallel.systems import AoESelection, TopKSelection, TopPSelection
+from moe_parallel.systems.top_p.rule import TopP
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, values

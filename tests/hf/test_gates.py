@@ -12,8 +12,8 @@ from moe_parallel.config import make_config
 from moe_parallel.hf import experts_moe_parallel as experts
 from moe_parallel.hf import gates_moe_parallel as gates
 from moe_parallel.huggingface.own_rules import rule_fields
+from moe_parallel.layers.system import system_of
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.systems import system_of
 from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
 
 

@@ -10,10 +10,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.huggingface.export import Exported, ExportOptions, ExportSource, export
-from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.device import device
+from moe_parallel.systems.hash.rule import HashTable
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.run_folder import begin_run, open_checkpoints

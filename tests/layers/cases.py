@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy
 
-from moe_parallel.config import (
+from moe_parallel.systems import (
     AoEExpertChoiceSelection,
     AoESelection,
     AoEThresholdSelection,

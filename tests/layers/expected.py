@@ -7,21 +7,19 @@ from typing import Any
 import numpy
 import torch
 
-from moe_parallel.config import (
+from moe_parallel.config import Balancing, FixedChoices, RoutedSelection
+from moe_parallel.systems import (
     AoESelection,
     AoEThresholdSelection,
-    Balancing,
-    Cutoffs,
-    DynamicChoices,
-    ExpertsChoose,
-    FixedChoices,
     HashSelection,
     ReLUSelection,
-    RoutedSelection,
     RoutingFreeSelection,
     TopKSelection,
     UoESelection,
 )
+from moe_parallel.systems.expert_choice import ExpertsChoose
+from moe_parallel.systems.threshold import Cutoffs
+from moe_parallel.systems.top_p import DynamicChoices
 from tests.layers.single import (
     EXPERTS,
     INIT_STD,

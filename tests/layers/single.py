@@ -7,22 +7,15 @@ import numpy
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.config import (
-    AutonomousSelection,
-    Config,
-    MoEConfig,
-    RoutedSelection,
-    RoutingFreeSelection,
-    Selection,
-    UoESelection,
-)
+from moe_parallel.config import AutonomousSelection, Config, MoEConfig, RoutedSelection, Selection
 from moe_parallel.layers import ExpertLayer, LayerContext
 from moe_parallel.layers.forced_routing import build_forcing
-from moe_parallel.layers.hash_table import build_hash_table
+from moe_parallel.layers.system import system_of
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
-from moe_parallel.systems import system_of
+from moe_parallel.systems import RoutingFreeSelection, UoESelection
+from moe_parallel.systems.hash.rule import build_hash_table
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 EXPERTS, WIDTH, EXPERT_WIDTH = 4, 5, 3

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_parallel.config import AoESelection, ModelConfig, TopKSelection, aoe_wide_size
+from moe_parallel.config import ModelConfig, aoe_wide_size
 from moe_parallel.ops import reference
+from moe_parallel.systems import AoESelection, TopKSelection
 from moe_parallel.telemetry.statistics import ent_conf_sum
 from tests.layers.single import EXPERTS, WIDTH, Case, build, values
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moe_parallel.config import make_config
-from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.dispatched import build_capacity
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
 
 from moe_parallel.balancing.bias import AnchoredBias
-from moe_parallel.balancing.losses import load_balancing_loss
+from moe_parallel.balancing.losses import LossContext, load_balancing, load_balancing_loss
 from moe_parallel.config import make_config
 from moe_parallel.layers import LayerContext
-from moe_parallel.layers.routing_losses import LossContext, load_balancing
+from moe_parallel.layers.system import system_of
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import destroy_groups, groups_of_one, initialize_groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.distributed import run_distributed
 from tests.layers.cases import ANCHORED, CASES, COPIES, direction, top_p, topk

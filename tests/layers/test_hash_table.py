@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_parallel.layers.hash_table import HashTable
+from moe_parallel.systems.hash.rule import HashTable
 
 
 def test_a_model_that_is_loaded_has_the_table_that_was_saved() -> None:

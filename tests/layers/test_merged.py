@@ -8,12 +8,8 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.config import (
-    LoryPrefixSelection,
-    LorySelection,
-    MergedSelection,
-    SmearSelection,
-)
+from moe_parallel.config import MergedSelection
+from moe_parallel.systems import LoryPrefixSelection, LorySelection, SmearSelection
 from tests.layers.whole_sequences import (
     EXPERTS,
     Arrays,

@@ -1,6 +1,5 @@
 """What the layers of one rank record and replay, worked by hand."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,25 +8,11 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.layers.router_trace import MicroBatches, Recorder, Replay, RouterTrace
-from moe_parallel.selection.expert_choice import ExpertChoice, raw
 from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import Share
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
-
-
-@dataclass(frozen=True)
-class Group:
-    """A data-parallel group."""
-
-    number: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.ranks
+from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 
 
 class Ends(Tokens):
@@ -50,19 +35,13 @@ def test_micro_batches_are_counted_by_layer_and_pass() -> None:
     assert counted.next(1, 1) == 0  # a new step
 
 
-def test_nobody_asks_for_a_number() -> None:
-    trace = RouterTrace()
-    assert [trace.next_micro_batch(1, 0) for _ in range(2)] == [0, 0]
-
-
 def test_choices_have_their_places_in_the_global_batch() -> None:
-    """The second of two data-parallel ranks, with micro-batches of two sequences."""
-    recorder = Recorder(Group(1, 2))  # type: ignore[arg-type]
+    recorder = Recorder()
     experts_TK = torch.tensor([[0, 1], [2, 3], [4, 5], [6, -1]])  # [S, B] flattened
-    recorder.add(Ends(2, layer=7, micro_batch=1), experts_TK)
+    recorder.add(Ends(2, layer=7, first_sequence=6), experts_TK)
     experts_NSK = torch.zeros(8, 4, 2, dtype=torch.int32)
     recorder.take(7, experts_NSK)
-    # Micro-batches of ranks 0, 1, 0, 1: sequences 6 and 7. Positions 0 and 3.
+    # Positions 0 and 3.
     wanted = torch.zeros(8, 4, 2, dtype=torch.int32)
     wanted[6, 0], wanted[6, 3] = torch.tensor([1, 2]), torch.tensor([5, 6])
     wanted[7, 0], wanted[7, 3] = torch.tensor([3, 4]), torch.tensor([7, 0])
@@ -73,16 +52,16 @@ def test_choices_have_their_places_in_the_global_batch() -> None:
 
 
 def test_experts_have_numbers_of_several_digits() -> None:
-    recorder = Recorder(Group(0, 1))  # type: ignore[arg-type]
+    recorder = Recorder()
     recorder.add(Tokens(1, layer=1), torch.tensor([[127, 128], [300, 32_000]]))
     experts_NSK = torch.zeros(1, 2, 2, dtype=torch.int32)
     recorder.take(1, experts_NSK)
     assert experts_NSK.tolist() == [[[128, 129], [301, 32_001]]]
 
 
-def replay(rank: int = 1) -> Replay:
-    """Of two data-parallel ranks; the choice of a token is 100 layers, 10 sequences, position."""
-    made = Replay(Group(rank, 2))  # type: ignore[arg-type]
+def replay() -> Replay:
+    """The choice of a token is 100 layers, 10 sequences, position."""
+    made = Replay()
     layer, sequence, position = np.ogrid[:2, :8, :4]
     experts_LNS = 100 * layer + 10 * sequence + position
     made.begin_step((2, 4), experts_LNS.astype(np.int16)[..., None])
@@ -90,15 +69,15 @@ def replay(rank: int = 1) -> Replay:
 
 
 def test_replayed_choices_are_those_of_the_place() -> None:
-    chosen_TK = replay().choices(Ends(2, layer=4, micro_batch=1), 4, 1)
+    chosen_TK = replay().choices(Ends(2, layer=4, first_sequence=6), 4, 1)
     assert chosen_TK.tolist() == [[160], [170], [163], [173]]
     assert chosen_TK.dtype == torch.int64
-    every_second = replay(0).choices(Tokens(1, layer=2, micro_batch=3), 2, 2)
+    every_second = replay().choices(Tokens(1, layer=2, first_sequence=6), 2, 2)
     assert every_second.tolist() == [[60], [62]]
 
 
 def test_segments_take_the_choices_of_their_first_tokens() -> None:
-    rule: Any = replay(0).rule(BySegment(ExpertChoice(1.0, raw), 3))
+    rule: Any = replay().rule(BySegment(ExpertChoice(1.0, raw), 3))
     assert isinstance(rule, BySegment) and rule.length == 3
     assert rule.rule.chosen(torch.zeros(2, 9), Tokens(1, layer=4)).tolist() == [[100], [103]]
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_parallel.balancing.losses import routing_free_loss
-from moe_parallel.config import RoutingFreeSelection, make_config
-from moe_parallel.selection import threshold
+from moe_parallel.config import make_config
+from moe_parallel.layers.system import system_of
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.threshold import Threshold
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.systems import system_of
+from moe_parallel.systems import RoutingFreeSelection
+from moe_parallel.systems.routing_free.rule import routing_free_loss
+from moe_parallel.systems.threshold import rule as threshold
+from moe_parallel.systems.threshold.rule import Threshold
 from tests.layers.cases import direction, routing_free
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, run, values
 

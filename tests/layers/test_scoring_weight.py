@@ -10,11 +10,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_parallel.config import AoESelection, make_config
+from moe_parallel.config import make_config
 from moe_parallel.layers import AutonomousLayer, LayerContext
+from moe_parallel.layers.system import system_of
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
-from moe_parallel.systems import system_of
+from moe_parallel.systems import AoESelection
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.distributed import run_distributed
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config import SegmentExpertChoiceSelection, make_config
+from moe_parallel.config import make_config
 from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.systems import SegmentExpertChoiceSelection
 from tests.distributed import run_distributed
 from tests.layers.whole_sequences import (
     EXPERTS,

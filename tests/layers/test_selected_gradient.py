@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_parallel.layers import AutonomousLayer
-from moe_parallel.layers.split_tokens import SplitTokens
+from moe_parallel.layers.dispatched import SplitTokens
 from tests.layers.cases import (
     BALANCE,
     BIASED,

@@ -3,7 +3,7 @@
 import torch
 from torch import distributed as dist
 
-from moe_parallel.layers.split_tokens import SplitTokens
+from moe_parallel.layers.dispatched import SplitTokens
 from tests.distributed import run_distributed
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_parallel.config import SELECTIONS, AoESelection
+from moe_parallel.layers.system import system_of
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
-from moe_parallel.systems import system_of
+from moe_parallel.systems import SELECTIONS, AoESelection
 from tests.layers.single import EXPERTS, Case, build, values
 
 #: Megatron-Core gives a feed-forward layer its configuration; `params` of its ModuleSpec follow.

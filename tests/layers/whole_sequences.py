@@ -9,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import Selection
 from moe_parallel.layers import ExpertLayer, LayerContext
+from moe_parallel.layers.system import system_of
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
-from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.layers.single import SingleRank
 from tests.oracles.layers import numeric_slopes

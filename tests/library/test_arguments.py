@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.config import (
+from moe_parallel.errors import InputError
+from moe_parallel.systems import (
     AoEExpertChoiceSelection,
     AoESelection,
     AoEThresholdSelection,
@@ -20,7 +21,6 @@ from moe_parallel.config import (
     TopKSelection,
     TopPSelection,
 )
-from moe_parallel.errors import InputError
 from tests.library.small import small
 
 SELECTIONS = [

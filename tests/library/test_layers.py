@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.config import RoutingFreeSelection, TopKSelection
+from moe_parallel.systems import RoutingFreeSelection, TopKSelection
 from tests.distributed import run_distributed
 from tests.library.small import KINDS, small
 

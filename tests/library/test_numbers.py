@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.config import AoESelection, TopKSelection
+from moe_parallel.systems import AoESelection, TopKSelection
 from tests.layers.cases import CASES
 from tests.layers.expected import expected_output, expected_slopes
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Arrays, Case, build, run, values

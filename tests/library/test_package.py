@@ -12,7 +12,7 @@ import sys, moe_parallel
 assert not {"torch", "numpy", "megatron", "yaml"} & set(sys.modules), "import is not light"
 assert {"AoE", "RoutedMoE", "record_routing"} <= set(dir(moe_parallel))
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.config import TopKSelection
+from moe_parallel.systems import TopKSelection
 import torch
 options = TopKSelection(moe_shared_expert_intermediate_size=8, moe_input_jitter_eps=0.1)
 for moe in AoE(16, 4), RoutedMoE(16, 4, selection=options):

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, make_config
+from moe_parallel.config import make_config
 from moe_parallel.parallel import destroy_groups
+from moe_parallel.systems import SELECTIONS
 from tests.distributed import run_distributed
 from tests.model.comparison import TOLERANCE, Start, differences, make_starts, run_each
 from tests.model.small_gpt import (

@@ -50,7 +50,7 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "the sum of a segment goes on in the next one as a text is generated",
-        "moe_parallel/selection/running_segments.py",
+        "moe_parallel/selection/segments.py",
         "        self.sum_BX = self.sum_BX.masked_fill(ends_B[:, None], 0)\n",
         "",
         ("tests/selection/test_running_segments.py", "tests/generation/test_decode.py"),

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, make_config, validate
-from moe_parallel.layers import DispatchedLayer, RoutingFreeLayer
+from moe_parallel.layers import DispatchedLayer
 from moe_parallel.parallel import initialize_groups
 from moe_parallel.plan.shape import Shape, shape_of, target_of
+from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
 from moe_parallel.training.engine import Engine
 
 VOCABULARY = 100

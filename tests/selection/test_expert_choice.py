@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config import AoEExpertChoiceSelection, ExpertChoiceSelection
-from moe_parallel.layers.split_tokens import SplitTokens
+from moe_parallel.layers.dispatched import SplitTokens
+from moe_parallel.layers.system import system_of
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.expert_choice import ExpertChoice, raw, tokens_taken
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
-from moe_parallel.systems import system_of
+from moe_parallel.systems import AoEExpertChoiceSelection, ExpertChoiceSelection
+from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw, tokens_taken
 from tests.distributed import run_distributed
 from tests.oracles import routing as oracle
 

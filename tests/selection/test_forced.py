@@ -20,8 +20,8 @@ from moe_parallel.selection.forced import (
 )
 from moe_parallel.selection.shares import Share
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import TopK, raw_probability
+from moe_parallel.systems.top_p.rule import TopP
 
 ONE = 2**32
 LENGTH, SEQUENCES, EXPERTS = 120, 2, 6

@@ -4,9 +4,9 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.selection.hash_routing import ByTokenId, greedy_table
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
+from moe_parallel.systems.hash.rule import ByTokenId, greedy_table
 from tests.oracles import routing
 
 

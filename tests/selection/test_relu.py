@@ -2,8 +2,8 @@
 
 import torch
 
-from moe_parallel.selection.relu import ReLU
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems.relu.rule import ReLU
 
 TOKENS = Tokens(1)
 

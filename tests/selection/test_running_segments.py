@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.selection.running_segments import RunningSegments
+from moe_parallel.selection.segments import RunningSegments
 
 
 def reference(x_SBX: torch.Tensor, length: int, only_first: bool) -> torch.Tensor | None:

@@ -6,10 +6,9 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.layers.split_tokens import SplitTokens
+from moe_parallel.layers.dispatched import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.expert_choice import ExpertChoice, raw
 from moe_parallel.selection.segments import (
     BySegment,
     Merges,
@@ -26,6 +25,7 @@ from moe_parallel.selection.segments import (
 from moe_parallel.selection.shares import take, zigzag
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
+from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 from tests.distributed import run_distributed
 from tests.oracles import merging as oracle
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moe_parallel.selection import threshold
-from moe_parallel.selection.threshold import Gate, Threshold
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems.threshold import rule as threshold
+from moe_parallel.systems.threshold.rule import Gate, Threshold
 
 TOKENS = Tokens(1)
 

@@ -6,11 +6,11 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.config import TopPSelection
+from moe_parallel.layers.system import system_of
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.top_p import TopP
-from moe_parallel.systems import system_of
+from moe_parallel.systems import TopPSelection
+from moe_parallel.systems.top_p.rule import TopP
 from tests.oracles import routing as oracle
 
 TOKENS = Tokens(1)

@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """`python tools/NAME ARGUMENTS...`, without a GPU."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, f"tools/{name}", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=240,

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.config import (
-    SELECTIONS,
-    AutonomousSelection,
-    Cutoffs,
-    DynamicChoices,
-    RoutingFreeSelection,
-    UoESelection,
-    make_config,
-)
+from moe_parallel.config import AutonomousSelection, make_config
+from moe_parallel.systems import SELECTIONS, RoutingFreeSelection, UoESelection
+from moe_parallel.systems.threshold import Cutoffs
+from moe_parallel.systems.top_p import DynamicChoices
 from tests import systems
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from moe_parallel.config.message import flag
-from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
-from moe_parallel.config.selection.free_experts import FixedFreeExperts
+from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import OwnWeight, Scoring
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
-    DynamicChoices,
-    ExpertsChoose,
-    FixedChoices,
 )
+from moe_parallel.config.selection.routed import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.selection import LayerWeights, ProductWeights
-from moe_parallel.config.selection.threshold import Cutoffs, exceeded_norm
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -208,117 +202,3 @@ class AutonomousSelection(DispatchedSelection):
             f"--aoe-gradient is selected, but {reason} has a gradient through the norms of "
             "experts that are not selected: use full, or selected_despite_aux to drop that part"
         )
-
-
-@dataclass(frozen=True)
-class AoESelection(
-    FixedFreeExperts, BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"
-):
-    """Autonomy-of-Experts: the K experts with the largest norms; there is no router."""
-
-    # Larger than for probabilities: norms differ by tenths, probabilities by hundredths.
-    moe_router_bias_update_rate: float | None = with_default(
-        BiasBalancing, "moe_router_bias_update_rate", 1e-2
-    )
-    aoe_gate: str = option(
-        "selected",
-        "routing probabilities: softmax over the norms of the chosen experts (selected), or "
-        "over all norms, not renormalized (all)",
-        choices=("selected", "all"),
-        weights=True,
-    )
-    aoe_fp8_screening: int = option(
-        0,
-        "compute the norms of all experts in FP8 and only those of the best K + M candidates "
-        "exactly; the exact norms select. --aoe-gradient must not be full; 0: off",
-        least=0,
-    )
-
-    @property
-    def depends_on_init_std(self) -> bool:
-        return self.free_experts > 0  # the unit of their scores
-
-    @property
-    def probs_over_all(self) -> bool:
-        return self.aoe_gate == "all"
-
-    @property
-    def renormalizes(self) -> bool:
-        return not self.probs_over_all
-
-    @property
-    def screening(self) -> int:
-        return self.aoe_fp8_screening
-
-    def check(self, config: Config, world_size: int) -> None:
-        super().check(config, world_size)
-        if self.aoe_fp8_screening == 0:
-            return
-        chosen = f"--aoe-fp8-screening is {self.aoe_fp8_screening}"
-        if self.aoe_gradient == "full":
-            raise InputError(
-                f"{chosen}, but --aoe-gradient full goes through all norms, and those in FP8 have "
-                "no gradient: set --aoe-gradient selected, or selected_despite_aux"
-            )
-        if self.aoe_gate == "all":
-            raise InputError(
-                f"{chosen}, but --aoe-gate all weights by all norms, most of which would be "
-                "rounded to FP8: set --aoe-gate selected"
-            )
-        if self.forced_routing is not None:
-            forcing = "load-balancing" if self.moe_router_force_load_balancing else "routing"
-            raise InputError(
-                f"{chosen}, but --moe-router-force-{forcing} chooses without norms: remove one of "
-                "them"
-            )
-        if self.moe_router_replay is not None:
-            raise InputError(
-                f"{chosen}, but --moe-router-replay chooses without norms: remove one of them"
-            )
-        most = config.num_experts - self.moe_router_topk - 1
-        if self.aoe_fp8_screening > most:
-            raise InputError(
-                f"{chosen}, which with --moe-router-topk {self.moe_router_topk} leaves none of "
-                f"--num-experts {config.num_experts} out: choose at most {max(most, 0)}"
-            )
-
-
-@dataclass(frozen=True)
-class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="aoe_top_p"):
-    """AoE with top-p: the fewest experts whose softmax of norms sums to p."""
-
-    moe_top_p: float = with_default(DynamicChoices, "moe_top_p", 0.6)
-
-    @property
-    def probs_over_all(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class AoEThresholdSelection(Cutoffs, AutonomousSelection, system="aoe_threshold"):
-    """AoE with expert thresholds: each expert takes the tokens whose norm exceeds its cutoff."""
-
-    aoe_threshold_gate: str = option(
-        "softmax",
-        "routing probabilities: softmax over the norms of all experts, not renormalized (softmax), "
-        "or the sigmoid of the norm minus the cutoff (sigmoid)",
-        choices=("softmax", "sigmoid"),
-        weights=True,
-    )
-
-    @property
-    def probs_over_all(self) -> bool:
-        return self.aoe_threshold_gate == "softmax"
-
-    def first_cutoff(self, hidden_size: int, num_experts: int, init_std: float) -> float:
-        std = init_std * math.sqrt(hidden_size)
-        return exceeded_norm(self.mean_choices / num_experts, std, self.aoe_low_rank_size)
-
-
-@dataclass(frozen=True)
-class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection, system="aoe_expert_choice"):
-    """AoE with expert choice: each expert takes the tokens with the largest norms."""
-
-    @property
-    def probs_over_all(self) -> bool:
-        return self.moe_expert_choice_scores == "softmax"

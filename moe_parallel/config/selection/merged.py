@@ -1,22 +1,18 @@
-"""Systems that merge the experts into one before it computes: Lory and SMEAR."""
+"""Systems that merge the experts before these compute, and those that route whole segments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.segments import Segments, refuse_own_documents
-from moe_parallel.config.selection.selection import Selection
+from moe_parallel.config.selection.selection import (
+    Selection,
+)
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
-
-OWN_FIRST_SEGMENT = (
-    "tokens of the first segment see its mean, later tokens too: judge by the loss after the first "
-    "segment, which evaluations give as well, or set --lory-first-segment uniform"
-)
 
 
 @dataclass(frozen=True)
@@ -66,90 +62,40 @@ class MergedSelection(Selection):
 
 
 @dataclass(frozen=True)
-class SegmentMergedSelection(Segments, MergedSelection):
-    """The mean of an earlier segment gives the merge weights of a segment."""
+class Segments(Selection):
+    """Sequences are split into segments, and all tokens of a segment are routed together."""
 
-    lory_first_segment: str = option(
-        "own",
-        "merge weights of the first segment: from its own mean, without gradient, as in the "
-        "paper (own; its tokens then see later ones), or 1/n each (uniform)",
-        choices=("own", "uniform"),
-    )
-
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
-        segments = -(-seq_length // self.lory_segment_length)
-        return segments, segments
+    lory_segment_length: int = option(256, "number of tokens per segment (T_s)", least=1)
 
     @property
-    def settled_after(self) -> int | None:
-        return 0 if self.lory_first_segment == "uniform" else super().settled_after
-
-    @property
-    def warning(self) -> str | None:
-        return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
-
-
-@dataclass(frozen=True)
-class LorySelection(SegmentMergedSelection, system="lory"):
-    """Lory: the previous segment gives a segment's merge weights (Zhong et al. 2024)."""
-
-    lory_inference: str = option(
-        "segment",
-        "in evaluation, route each segment as in training (segment), or once by the mean of "
-        "the first segment (prompt)",
-        choices=("segment", "prompt"),
-    )
-
-    @property
-    def by_prompt(self) -> bool:
-        return self.lory_inference == "prompt"
-
-    def routed_by_prompt(self) -> LorySelection:
-        return replace(self, lory_inference="prompt")
-
-
-@dataclass(frozen=True)
-class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
-    """Prefix routing (Lory, section 5.1): the first segment gives the merge weights of all."""
-
-    @property
-    def merging_prefix(self) -> int:
+    def first_part(self) -> int:
         return self.lory_segment_length
 
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
-        """The first segment has a merge of its own, because it has no gradient."""
-        return 1, min(2, super().merges_of_sequence(seq_length)[1])
-
-
-@dataclass(frozen=True)
-class SmearSelection(MergedSelection, system="smear"):
-    """SMEAR: the mean of the whole sequence gives the merge weights (Muqeeth et al. 2023)."""
-
-    smear_expert_dropout: float = option(
-        0.1, "probability that an expert is left out of a merge in training", least=0, below=1
-    )
-    smear_sees_the_future: bool = option(
-        False,
-        "must be true to train a language model with SMEAR: every token then sees the whole "
-        "sequence, and the loss is not a likelihood",
-    )
-
     @property
     def settled_after(self) -> int | None:
-        return None
+        """The first segment, whose tokens see its mean; later ones see only complete segments."""
+        return self.lory_segment_length
 
     @property
-    def warning(self) -> str:
-        return (
-            "every token sees the mean of its whole sequence, so the loss is not the likelihood of "
-            "the text, neither in training nor in evaluations"
-        )
+    def by_sequence(self) -> bool:
+        return True
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         refuse_own_documents(self, config)
-        if not self.smear_sees_the_future:
+        length, seq_length = self.lory_segment_length, config.training.seq_length
+        if length > seq_length:
             raise InputError(
-                "--expert-selection smear lets every token see its whole sequence, so it is not a "
-                "language model: use lory, or add --smear-sees-the-future to train it anyway"
+                f"--lory-segment-length is {length}, above --seq-length {seq_length}: choose at "
+                f"most {seq_length}"
             )
+
+
+def refuse_own_documents(selection: Selection, config: Config) -> None:
+    """Raise InputError for --reset-attention-mask, which the means of tokens would not respect."""
+    if config.training.reset_attention_mask:
+        raise InputError(
+            f"--reset-attention-mask is true, but --expert-selection {selection.system} routes by "
+            "the mean of tokens that may belong to several documents, so they would still see "
+            "each other: leave it out"
+        )

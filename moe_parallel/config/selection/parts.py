@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.forced_routing import FORMS, parse_forced_routing
-from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import (
     EXPERTS,
-    LOSS,
     PROBABILITIES,
     PROBS,
     SCORES,
     KeptTensor,
-    Target,
 )
 from moe_parallel.config.selection.selection import (
     LayerWeights,
@@ -23,12 +20,50 @@ from moe_parallel.config.selection.selection import (
     SharedExpertSize,
     check_at_most_all,
 )
-from moe_parallel.config.selection.time_constant import TimeConstant
-from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class TracedSelection(Selection):
+    """A system whose choices can be recorded, because each is an expert for a token."""
+
+    moe_router_trace: str | None = option(
+        None,
+        "folder to which training writes which experts each token takes, in every layer and step; "
+        "none: off",
+    )
+    moe_router_replay: str | None = option(
+        None,
+        "in training, tokens take the experts that this folder of --moe-router-trace names; "
+        "probabilities come from the current scores. none: off",
+    )
+
+    @property
+    def trace_folder(self) -> str | None:
+        return self.moe_router_trace
+
+    @property
+    def replay_folder(self) -> str | None:
+        return self.moe_router_replay
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        trace, replay = self.moe_router_trace, self.moe_router_replay
+        if replay is None:
+            return
+        if self.forced_routing is not None:
+            raise InputError(
+                f"--moe-router-replay is {replay}, but experts are forced ({self.forced_routing}): "
+                "remove one of them"
+            )
+        if replay == trace:
+            raise InputError(
+                f"--moe-router-replay and --moe-router-trace are both {replay}, so that the run "
+                "would overwrite what it replays: name another folder for the trace"
+            )
 
 
 @dataclass(frozen=True)
@@ -169,160 +204,4 @@ class FixedChoices(FixedNumber, TokensChoose):
                 "--moe-router-force-load-balancing chooses the experts in turn, and "
                 f"--moe-router-force-routing {self.moe_router_force_routing} differently: remove "
                 "one of them"
-            )
-
-
-@dataclass(frozen=True)
-class DynamicChoices(TokensChoose):
-    """Top-p: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
-
-    moe_top_p: float = option(
-        0.4,
-        "p: a token takes its most probable experts until their probabilities sum to p",
-        above=0,
-        most=1,
-    )
-    moe_top_p_strict: bool = option(
-        False,
-        "stop when the sum exceeds p (the authors' code) instead of when it reaches p (the paper)",
-    )
-    moe_top_p_renormalize: bool = option(
-        False,
-        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weight by "
-        "the probabilities as they are (Huang et al.)",
-        weights=True,
-    )
-    moe_inference_top_p: float | None = option(
-        None, "p in evaluation; none: --moe-top-p", above=0, most=1
-    )
-    moe_inference_max_experts: int | None = option(
-        None, "maximum number of experts per token in evaluation; none: no limit", least=1
-    )
-    moe_top_p_target_experts: float | None = option(
-        None,
-        "move p after each step so that tokens have this number of experts (K) on average over all "
-        "layers; --moe-top-p is then the p of the first step. none: p is fixed",
-        state=True,
-        least=1,
-    )
-    moe_top_p_proportional_gain: float = option(
-        0.5, "how much p follows the error (K - mean number) / n of the latest step", least=0
-    )
-    moe_top_p_integral_gain: float = option(
-        0.2, "how much p follows the sum of the errors of all steps", above=0
-    )
-    moe_entropy_loss_coeff: float = option(
-        1e-4,
-        "coefficient of the dynamic loss, the mean entropy of the routing probabilities; 0: off",
-        least=0,
-    )
-
-    @property
-    def mean_choices(self) -> float | None:
-        return self.moe_top_p_target_experts
-
-    @property
-    def renormalizes(self) -> bool:
-        return self.moe_top_p_renormalize
-
-    @property
-    def controlled(self) -> str | None:
-        return None if self.moe_top_p_target_experts is None else "top_p"
-
-    def target_choices(self, num_experts: int) -> Target | None:
-        k = self.moe_top_p_target_experts
-        return None if k is None else Target("--moe-top-p-target-experts", k)
-
-    def kept_by_rule(self) -> list[KeptTensor]:
-        kept = [PROBABILITIES, EXPERTS]
-        if self.moe_top_p_renormalize:
-            kept += [
-                KeptTensor("empty slots", slot=1),
-                KeptTensor("probs before division", slot=4),
-                KeptTensor("sums of the probs", token=4),
-            ]
-        return kept
-
-    @property
-    def losses_of_all_scores(self) -> list[str]:
-        own = ["moe_entropy_loss_coeff"] if self.moe_entropy_loss_coeff else []
-        return super().losses_of_all_scores + own
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        kept = super().kept_by_losses()
-        if self.moe_entropy_loss_coeff:
-            above_0 = KeptTensor("probabilities above 0", score=4)
-            logarithms = KeptTensor("logarithms of the probabilities", score=4)
-            kept += [PROBABILITIES, above_0, logarithms, LOSS]
-        return kept
-
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        of_integral = 0 if self.controlled is None else 4
-        return super().state_bytes(num_experts, vocabulary) + of_integral
-
-    def time_constants(self, config: Config) -> list[TimeConstant]:
-        """That of p is (1 + K_p) / K_i, where the experts are equally probable."""
-        found = super().time_constants(config)
-        if self.moe_top_p_target_experts is None:
-            return found
-        steps = (1 + self.moe_top_p_proportional_gain) / self.moe_top_p_integral_gain
-        return [*found, TimeConstant("controlled p", steps, "raise --moe-top-p-integral-gain")]
-
-    def check(self, config: Config, world_size: int) -> None:
-        super().check(config, world_size)
-        for name in ("moe_inference_max_experts", "moe_top_p_target_experts"):
-            if getattr(self, name) is not None:
-                check_at_most_all(self, name, config, or_else=", or none")
-        if self.moe_top_p_target_experts is None:
-            self._check_fixed_p()
-
-    def _check_fixed_p(self) -> None:
-        for name in ("moe_top_p_proportional_gain", "moe_top_p_integral_gain"):
-            value = getattr(self, name)
-            if value != getattr(DynamicChoices, name):
-                raise InputError(
-                    f"{flag(name)} is {value}, but p is fixed: set --moe-top-p-target-experts, or "
-                    "leave it out"
-                )
-
-
-@dataclass(frozen=True)
-class ExpertsChoose(Selection):
-    """Experts choose among all tokens of the micro-batch, also later ones (Zhou et al. 2022)."""
-
-    moe_expert_choice_capacity_factor: float = option(
-        2.0, "each expert takes round(factor * tokens / n) tokens", above=0
-    )
-    moe_expert_choice_scores: str = option(
-        "raw",
-        "scores by which experts rank tokens and weight their outputs: as they are (raw), or their "
-        "softmax over experts (softmax)",
-        choices=("raw", "softmax"),
-    )
-
-    @property
-    def mean_choices(self) -> float:
-        return self.moe_expert_choice_capacity_factor
-
-    @property
-    def experts_take(self) -> float:
-        return self.moe_expert_choice_capacity_factor
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        return [SCORES if self.moe_expert_choice_scores == "raw" else PROBABILITIES, EXPERTS]
-
-    @property
-    def warning(self) -> str:
-        return (
-            "experts choose among all tokens of a micro-batch, later ones too, so the training "
-            "loss is not the likelihood of the text; in evaluations each token chooses its experts"
-        )
-
-    def check(self, config: Config, world_size: int) -> None:
-        super().check(config, world_size)
-        factor, n = self.moe_expert_choice_capacity_factor, config.num_experts
-        if factor > n:
-            raise InputError(
-                f"--moe-expert-choice-capacity-factor is {factor}, above --num-experts {n}: at {n} "
-                "every expert takes every token already"
             )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import pkgutil
+import sys
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from moe_parallel.config.message import flag
+from moe_parallel.config.message import flag, shown
 from moe_parallel.config.section import Section
 from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, PlannedScores, Target
 from moe_parallel.config.selection.time_constant import TimeConstant
@@ -14,8 +19,10 @@ from moe_parallel.errors import InputError
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
 
-#: The configuration classes, by name for `--expert-selection`. `Selection` adds each subclass.
+#: The classes of options by the word for `--expert-selection`, of the modules that are imported.
+#: `Selection` adds each subclass; `selections` imports those of the tree.
 SELECTIONS: dict[str, type[Selection]] = {}
+_IN_TREE = "moe_parallel.systems"
 
 
 class LayerWeights(NamedTuple):
@@ -52,7 +59,7 @@ class SharedExpertSize(NamedTuple):
 class Selection(Section):
     """The options of one system of expert selection, and the properties that follow from them.
 
-    A class with the argument `system` is registered in SELECTIONS by that name:
+    A class with the argument `system` is registered in SELECTIONS by that word:
 
         @dataclass(frozen=True)
         class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"): ...
@@ -302,6 +309,72 @@ class Selection(Section):
     def warning(self) -> str | None:
         """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None
+
+
+@functools.cache
+def selections() -> dict[str, type[Selection]]:
+    """SELECTIONS with all systems of the tree: the modules of `moe_parallel.systems`."""
+    # By name, because the systems build on this package.
+    systems = importlib.import_module(_IN_TREE)
+    for found in pkgutil.iter_modules(systems.__path__, f"{_IN_TREE}."):
+        importlib.import_module(found.name)
+    return SELECTIONS
+
+
+def selection_of(name: str) -> type[Selection]:
+    """The options of the system that --expert-selection names.
+
+    Args:
+        name: a word of the tree; that of an entry point `moe_parallel.systems` of an installed
+            package, whose value is a module; or MODULE:WORD, for a module on Python's path.
+
+    Raises InputError.
+    """
+    known = selections()
+    if name in known:
+        return known[name]
+    module, _, word = name.rpartition(":")
+    if not module:
+        installed = list(entry_points(group=_IN_TREE, name=name))
+        if not installed:
+            raise InputError(
+                f"--expert-selection is {shown(name)}: it takes one of {', '.join(known)}; or "
+                "MODULE:WORD, for a system of your own"
+            )
+        module = installed[0].module
+    _import(module, name)
+    if word not in known or known[word].__module__.partition(".")[0] != module.partition(".")[0]:
+        raise InputError(
+            f"--expert-selection is {name}, but {module} defines no system {word}: give a "
+            f'subclass of Selection the argument system="{word}"'
+        )
+    return known[word]
+
+
+def _import(module: str, name: str) -> None:
+    # The name may come from a stranger's file, and importing some standard modules does something.
+    words = module.split(".")
+    if not all(map(str.isidentifier, words)) or words[0] in sys.stdlib_module_names:
+        raise InputError(
+            f"--expert-selection is {shown(name)}: before the colon it takes the name of a module "
+            "with a system, such as my_router"
+        )
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(
+            f"--expert-selection is {name}, but Python finds no module {error.name}: install its "
+            "package, or add its folder to PYTHONPATH"
+        ) from None
+
+
+def recorded_name(kind: type[Selection]) -> str:
+    """The value of --expert-selection with which any program finds the class again."""
+    module = kind.__module__
+    in_tree = module == "__main__" or module.startswith(f"{_IN_TREE}.")
+    return kind.system if in_tree else f"{module}:{kind.system}"
 
 
 def check_at_most_all(selection: Selection, name: str, config: Config, or_else: str = "") -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
-from moe_parallel.config import AoESelection, TopKSelection
 from moe_parallel.errors import InputError
+from moe_parallel.systems import AoESelection, TopKSelection
 from tests.analysis.study_folder import SHARED
 
 

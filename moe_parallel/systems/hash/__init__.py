@@ -1,0 +1,31 @@
+"""hash: the id of a token selects its experts, by a frozen table. It is a control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.selection.parts import (
+    FixedNumber,
+)
+from moe_parallel.config.selection.routed import RoutedSelection
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class HashSelection(FixedNumber, RoutedSelection, system="hash"):
+    """A frozen table gives each token id K experts, and a router weights them: a control."""
+
+    @property
+    def renormalizes(self) -> bool:
+        return self.moe_router_topk > 1
+
+    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
+        table = 8 * vocabulary * self.moe_router_topk
+        return super().state_bytes(num_experts, vocabulary) + table
+
+    @property
+    def reads_token_ids(self) -> bool:
+        return True
