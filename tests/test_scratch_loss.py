@@ -132,10 +132,10 @@ def _register_late() -> dict[str, Any]:
     totals = RoutingTotals.zeros(1, 2, torch.device("cpu"))
     register_loss("late_loss")
     with pytest.raises(ValueError):
-        totals.add_losses(1, {"late_loss": torch.tensor(3.0)})
-    totals.add_losses(1, {"routing_free_loss": torch.tensor(3.0)})
+        totals.add_loss(1, "late_loss", torch.tensor(3.0))
+    totals.add_loss(1, "routing_free_loss", torch.tensor(3.0))
     scores_TE = torch.zeros(1, 2)
-    totals.add(1, torch.tensor([1, 0]), 0, scores_TE, None, None, 0)
+    totals.add(1, torch.tensor([1, 0]), scores_TE)
     (layer,) = totals.summaries()
     return layer
 

@@ -42,6 +42,7 @@ class AutonomousLayer(DispatchedLayer):
     A free expert has no C. Its score is a learned number, a threshold that norms must exceed.
     """
 
+    scores_are_norms = True
     w_down_EDR: torch.Tensor
     w_free_Z: torch.Tensor  # if there are free experts
     experts: LowRankExperts
@@ -90,7 +91,6 @@ class AutonomousLayer(DispatchedLayer):
 
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
         rule = self.current_rule()
-        self.statistics.record_wire(self.w_down.wire_bytes)
         with self.w_down.whole() as w_down_EDR:
             # A rule derived from TopK may choose otherwise, so the operator must not choose for it.
             if type(rule) is TopK and self.free is None:
@@ -169,8 +169,9 @@ class AutonomousLayer(DispatchedLayer):
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]
 
-    def norms(self, choices: Choices) -> torch.Tensor:
-        return choices.scores_TE.detach()
+    @property
+    def wire_bytes_of_scores(self) -> int:
+        return self.w_down.wire_bytes
 
     def sharded_state_dict(
         self,

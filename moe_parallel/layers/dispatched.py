@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import Share, in_order, part_of, take, zigzag
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.telemetry.statistics import RoutingTotals
 
 
 class DispatchedLayer(ExpertLayer):
@@ -50,6 +51,7 @@ class DispatchedLayer(ExpertLayer):
 
     rule: Rule
     evaluation_rule: Rule
+    scores_are_norms: ClassVar[bool] = False  # to log
     hash_table: Any  # the experts of each token id; None: the scores choose
 
     def __init__(
@@ -80,6 +82,7 @@ class DispatchedLayer(ExpertLayer):
         losses = [make(selection, available) for make in system.losses]
         self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
         self.shared = _shared_expert(config, selection, context)
+        self._micro_batches = MicroBatches()
 
     def _rules(self, rules: Rules) -> Rules:
         """The rules with what the layer holds for them."""
@@ -150,14 +153,13 @@ class DispatchedLayer(ExpertLayer):
             parts_BS = self.token_ids_BS.split(length, 1)  # one for each tensor-parallel rank
             part = self.context.groups.tp.rank() if len(parts_BS) > 1 else 0
             ids_T = parts_BS[part].t().flatten()
-        context, dp = self.context, self.context.groups.dp
-        layer, iteration = self.layer_number, context.iteration()
-        micro_batch = context.trace.next_micro_batch(layer, iteration) if self.training else 0
+        context, dp, iteration = self.context, self.context.groups.dp, self.context.iteration()
+        micro_batch = self._micro_batches.next(iteration) if self.training else 0
         return SplitTokens(
             sequences,
             ranks,
             cp_size=context.groups.cp.size(),
-            layer=layer,
+            layer=self.layer_number,
             iteration=iteration,
             first_sequence=(micro_batch * dp.size() + dp.rank()) * sequences,
             seed=context.seed,
@@ -166,24 +168,42 @@ class DispatchedLayer(ExpertLayer):
 
     def _compute_tokens(self, x_TD: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         choices = self.choose(x_TD, tokens)
-        if self.routes:
-            x_TD = self._with_losses(x_TD, choices, tokens)
-            self.context.trace.record(tokens, choices.experts_TK)
-            if self.load is not None:
-                self.load.count(choices)
-            if self.controller is not None:
-                self.controller.count(self.dispatched(choices))
-            bias = self._moving_bias()
-            if bias is not None and bias.observes:
-                ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
-                bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
-        kept, pad_rows_per_expert = self._limit(choices, tokens)
-        self._record(choices, kept)
-        if self.free is None:
-            return self._compute_dispatched(x_TD, kept, pad_rows_per_expert)
-        kept, probs_TZ = self.free.divided(kept)
-        y_TD = self._compute_dispatched(x_TD, kept, pad_rows_per_expert)
+        losses: dict[str, torch.Tensor] = {}
+        routes = self.training and torch.is_grad_enabled()  # see `routes`
+        if routes:
+            if self.losses:
+                x_TD, losses = self._with_losses(x_TD, choices, tokens)
+            self._observe(choices, tokens)
+        kept, pad_rows_per_expert = choices, None
+        if self.context.capacity is not None:
+            kept, pad_rows_per_expert = self._limit(self.context.capacity, choices, tokens)
+        computed, probs_TZ = (kept, None) if self.free is None else self.free.divided(kept)
+        y_TD, wire_bytes, rows = self._compute_dispatched(x_TD, computed, pad_rows_per_expert)
+        if routes:
+            self.context.progress.rows += rows
+        totals = self.context.statistics.recipient()
+        if totals is not None:
+            self._record(totals, choices, kept, losses, wire_bytes + self.wire_bytes_of_scores)
+        if self.free is None or probs_TZ is None:
+            return y_TD
         return y_TD + self.free.output(x_TD, probs_TZ)
+
+    def _observe(self, choices: Choices, tokens: Tokens) -> None:
+        """Shows the choices of a micro-batch to what moves after the step, and to a trace."""
+        if self.context.trace.recorder is not None:
+            self.context.trace.recorder.add(tokens, choices.experts_TK)
+        if self.load is not None:
+            self.load.count(choices)
+        if self.controller is not None:
+            self.controller.count(self.dispatched(choices))
+        if self.bias is not None and self.bias.observes and self._moving_bias() is not None:
+            ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
+            self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
+
+    @property
+    def wire_bytes_of_scores(self) -> int:
+        """The bytes that this rank sends to others to score its tokens."""
+        return 0
 
     def dispatched(self, choices: Choices) -> Choices:
         """The choices without those of free experts, whose slots become empty."""
@@ -191,33 +211,32 @@ class DispatchedLayer(ExpertLayer):
 
     def _compute_dispatched(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
-    ) -> torch.Tensor:
-        """The output of the experts, on whatever ranks they are: [T, D]."""
+    ) -> tuple[torch.Tensor, int, int]:
+        """The output of the experts, on whatever ranks they are, [T, D]; the bytes that this rank
+        sends to others, and the rows that it receives."""
         dispatcher = self.dispatcher
         if isinstance(dispatcher, AllToAllInParts):
             departed = dispatcher.dispatch_parts(x_TD, choices, pad_rows_per_expert)
-            self._record_messages(departed.wire_bytes, departed.rows)
             outputs = self.compute_parts(departed.parts, dispatcher.parts)
             y_TD = dispatcher.combine_parts(outputs, departed)
+            wire_bytes, received = departed.wire_bytes, departed.rows
         else:
             rows = dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
-            self._record_messages(rows.wire_bytes, len(rows.x_MD))
             y_TD = dispatcher.combine(self.compute(rows), rows.route)
-        return y_TD if choices.output_TD is None else y_TD + choices.output_TD
+            wire_bytes, received = rows.wire_bytes, len(rows.x_MD)
+        if choices.output_TD is not None:
+            y_TD = y_TD + choices.output_TD
+        return y_TD, wire_bytes, received
 
-    def _record_messages(self, wire_bytes: int, received_rows: int) -> None:
-        self.statistics.record_wire(wire_bytes)
-        if self.routes:
-            self.context.progress.rows += received_rows
-
-    def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
-        """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs."""
-        if not self.losses:
-            return x_TD
+    def _with_losses(
+        self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs, and
+        their values without coefficients."""
         values = {each.name: each.of(choices, tokens) for each in self.losses}
-        self.statistics.record_losses({name: value.detach() for name, value in values.items()})
         weighted = [each.weighted(values[each.name]) for each in self.losses]
-        return self.context.add_loss(x_TD, torch.stack(weighted).sum())
+        x_TD = self.context.add_loss(x_TD, torch.stack(weighted).sum())
+        return x_TD, {name: value.detach() for name, value in values.items()}
 
     def current_rule(self) -> Rule:
         """The rule of this forward pass; evaluation may use a different rule."""
@@ -229,36 +248,41 @@ class DispatchedLayer(ExpertLayer):
         # Read on each call, because moving the module to a GPU replaces the tensor.
         return cast(BiasedRule, rule).with_bias(self.bias.bias_E)
 
-    def _limit(self, choices: Choices, tokens: Tokens) -> tuple[Choices, int | None]:
+    def _limit(
+        self, capacity: Capacity, choices: Choices, tokens: Tokens
+    ) -> tuple[Choices, int | None]:
         """The choices within capacity, and the number of rows to which each expert is padded."""
-        capacity = self.context.capacity
-        if capacity is None:
-            return choices, None
         rows = None
         if capacity.pad:
             counted = len(choices.scores_TE) * tokens.num_shares // tokens.num_stretches
             rows = capacity.rows_per_expert(counted, self.num_experts)
         return capacity.keep(choices, tokens), rows
 
-    def _record(self, choices: Choices, kept: Choices) -> None:
+    def _record(
+        self,
+        totals: RoutingTotals,
+        choices: Choices,
+        kept: Choices,
+        losses: dict[str, torch.Tensor],
+        wire_bytes: int,
+    ) -> None:
         """Of the n experts; of the free ones only how many choices they got."""
         dropped: torch.Tensor | int = 0
         if kept is not choices:
             dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
-        norms_TE, n = self.norms(choices), self.num_experts
-        counts_E, free_counts_Z = choices.tokens_per_expert().tensor_split([n])
-        self.statistics.record(
-            tokens_per_expert_E=counts_E,
+        counts_E, free_counts_Z = choices.tokens_per_expert().tensor_split([self.num_experts])
+        scores_TE = choices.scores_TE.detach()[:, : self.num_experts]
+        totals.add(
+            self.layer_number,
+            counts_E,
+            scores_TE,
             dropped=dropped,
-            scores_TE=choices.scores_TE.detach()[:, :n],
-            norms_TE=None if norms_TE is None else norms_TE[:, :n],
+            norms_TE=scores_TE if self.scores_are_norms else None,
             cutoff_E=self.cutoffs(),
             free_choices=0 if self.free is None else free_counts_Z.sum(),
+            losses=losses,
+            wire_bytes=wire_bytes,
         )
-
-    def norms(self, choices: Choices) -> torch.Tensor | None:
-        """The norms to log. Returns None if the scores are not norms."""
-        return None
 
     def cutoffs(self) -> torch.Tensor | None:
         """The cutoffs to log, fp32 [E]. Returns None if scores are not compared with any."""
@@ -278,6 +302,8 @@ class DispatchedLayer(ExpertLayer):
 
     def _moving_bias(self) -> ExpertBias | None:
         """The bias or the cutoffs, if they move after this step; the same on every rank."""
+        if self.bias is None:
+            return None
         moves = self._bias_moves(self.context.iteration(), self.context.train_iters)
         return self.bias if moves else None
 
@@ -292,6 +318,25 @@ def _shared_expert(
     kind = OverlappedSharedExpert if overlaps else SharedExpert
     weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
     return kind(config, width, weighed, context.groups, context.ops, recomputes)
+
+
+class MicroBatches:
+    """Numbers the micro-batches that a layer meets in a step, from 0.
+
+    It meets them in their order, whatever the schedule of the pipeline. With recomputation it meets
+    each twice, first without gradients; the two passes are counted separately.
+    """
+
+    def __init__(self) -> None:
+        self._iteration = -1
+        self._met = [0, 0]
+
+    def next(self, iteration: int) -> int:
+        """The number of the micro-batch that the layer meets now, in training."""
+        if iteration != self._iteration:
+            self._iteration, self._met = iteration, [0, 0]
+        self._met[torch.is_grad_enabled()] += 1
+        return self._met[torch.is_grad_enabled()] - 1
 
 
 @dataclass(frozen=True)
@@ -328,7 +373,7 @@ class SplitTokens(Tokens):
         return take(self._by_position(x_AX), share).flatten(0, 1)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_over(x, self.ranks)
+        return x if self.ranks.size() == 1 else sum_over(x, self.ranks)
 
     def sum_for_each(self, x: torch.Tensor) -> torch.Tensor:
         return sum_gradient_over(sum_over(x, self.ranks), self.ranks)

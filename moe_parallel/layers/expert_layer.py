@@ -25,7 +25,7 @@ from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
 from moe_parallel.telemetry.progress import Progress
-from moe_parallel.telemetry.statistics import LayerStatistics
+from moe_parallel.telemetry.statistics import RoutingTotals
 
 #: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
 #: input. In a run, the backward pass of the returned tensor also starts that of the loss, because a
@@ -49,8 +49,8 @@ def at_start() -> int:
 class Statistics(Protocol):
     """Collects the statistics of the choices in the layers of a model."""
 
-    def layer(self, layer_number: int) -> LayerStatistics:
-        """The statistics of one layer; `layer_number` starts at 1."""
+    def recipient(self) -> RoutingTotals | None:
+        """What counts the forward pass under way; None: it is not counted."""
         ...
 
 
@@ -145,10 +145,6 @@ class ExpertLayer(ShardedModule, ABC):
         return ()
 
     @property
-    def statistics(self) -> LayerStatistics:
-        return self.context.statistics.layer(self.layer_number)
-
-    @property
     def routes(self) -> bool:
         """Whether this forward pass counts; the first pass of a recomputation does not."""
         return self.training and torch.is_grad_enabled()
@@ -159,7 +155,7 @@ class ExpertLayer(ShardedModule, ABC):
         Its gradient is the sum over those ranks. With sequence parallelism, Megatron-Core sums it
         at the end of the step (attribute `sequence_parallel`); otherwise it is summed here.
         """
-        if self.config.sequence_parallel:
+        if self.config.sequence_parallel or self.context.groups.tp.size() == 1:
             return weight
         return sum_gradient_over(weight, self.context.groups.tp)
 

@@ -142,7 +142,7 @@ class MergedLayer(ExpertLayer):
         return sum_over(y_SBD, tp)
 
     def _record(self, merges: Merges) -> None:
-        if self.context.groups.tp.rank() == 0:  # the others have the same tokens
-            self.statistics.record_merges(
-                merges.weights_MBE.detach().flatten(0, 1), merges.tokens_MB().flatten()
-            )
+        totals = self.context.statistics.recipient()
+        if totals is not None and self.context.groups.tp.rank() == 0:  # others have the same tokens
+            weights_ME = merges.weights_MBE.detach().flatten(0, 1)
+            totals.add_merges(self.layer_number, weights_ME, merges.tokens_MB().flatten())

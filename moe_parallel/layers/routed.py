@@ -96,7 +96,9 @@ class RoutedLayer(DispatchedLayer):
         wide_ED = self.replicated(router_ED.to(accumulation_dtype(router_ED.dtype)))
         gates_LDF = cast(SwiGLUExperts, self.experts).gates()
         m = measured_coupling(with_noise(wide_ED, noise), gates_LDF, groups)
-        self.statistics.record_losses({"erc_norm": m.own_E.detach().mean()})
+        totals = self.context.statistics.recipient()
+        if totals is not None:
+            totals.add_loss(self.layer_number, "erc_norm", m.own_E.detach().mean())
         return coupling_loss(m, self.selection.moe_erc_alpha, groups)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:

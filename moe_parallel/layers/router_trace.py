@@ -6,9 +6,9 @@ micro-batch, N sequences of a global batch, L MoE layers, K slots per token.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,27 +21,6 @@ from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.telemetry.router_trace import REPLAY
-
-
-class MicroBatches:
-    """Numbers the micro-batches of a step, separately for each layer, from 0.
-
-    A layer meets them in their order, whatever the schedule of the pipeline. With recomputation it
-    meets each twice, first without gradients; the two passes are counted separately.
-    """
-
-    def __init__(self) -> None:
-        self._iteration = -1
-        self._met: Counter[tuple[int, bool]] = Counter()
-
-    def next(self, layer: int, iteration: int) -> int:
-        """The number of the micro-batch that a layer of this rank meets now, in training."""
-        if iteration != self._iteration:
-            self._met.clear()
-            self._iteration = iteration
-        place = layer, torch.is_grad_enabled()
-        self._met[place] += 1
-        return self._met[place] - 1
 
 
 class Recorder:
@@ -105,17 +84,7 @@ class RouterTrace:
 
     recorder: Recorder | None = None
     replay: Replay | None = None
-    _micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
 
     def rule(self, rule: Rule) -> Rule:
         """The rule of training."""
         return rule if self.replay is None else self.replay.rule(rule)
-
-    def next_micro_batch(self, layer: int, iteration: int) -> int:
-        """The number of the micro-batch that a layer meets now, in training."""
-        return self._micro_batches.next(layer, iteration)
-
-    def record(self, tokens: Tokens, experts_TK: torch.Tensor) -> None:
-        """Called with the choices of each micro-batch of each layer."""
-        if self.recorder is not None:
-            self.recorder.add(tokens, experts_TK)

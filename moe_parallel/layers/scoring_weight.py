@@ -56,16 +56,14 @@ class ReplicatedWeight:
         self._layer, self._name = layer, name
 
     def whole(self) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self._replicated())
+        return nullcontext(self._layer.replicated(getattr(self._layer, self._name)))
 
     def local(self) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self._layer.experts.local(self._replicated()))
+        whole = self._layer.replicated(getattr(self._layer, self._name))
+        return nullcontext(self._layer.experts.local(whole))
 
     def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> ShardedStateDict:
         return {}
-
-    def _replicated(self) -> torch.Tensor:
-        return self._layer.replicated(getattr(self._layer, self._name))
 
 
 class GatheredWeight:

@@ -24,7 +24,7 @@ from moe_parallel.library.arguments import layer_config, options_of_layer
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.systems import AoESelection, TopKSelection
-from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
+from moe_parallel.telemetry.statistics import RoutingTotals
 
 #: Beginnings of the names of weights that layers use in fp32, whatever their dtype.
 _USED_IN_FP32 = ("w_router_", "w_constant_", "shared.w_gate_", "b_E")
@@ -35,9 +35,6 @@ class LayerTotals:
 
     def __init__(self) -> None:
         self.totals: RoutingTotals | None = None  # None: nothing is recorded
-
-    def layer(self, layer_number: int) -> LayerStatistics:
-        return LayerStatistics(self, layer_number)
 
     def recipient(self) -> RoutingTotals | None:
         return self.totals

@@ -219,10 +219,12 @@ class _During:
         self._progress, self._phase = progress, phase
 
     def __enter__(self) -> None:
-        self._progress.start(self._phase)
+        self._progress._stack.append(self._phase)
+        self._progress._changed()
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._progress._stack.pop()
+        self._progress._changed()
 
 
 class Timers:

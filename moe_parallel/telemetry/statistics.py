@@ -1,11 +1,13 @@
 """Statistics of the routing: the balance of the load, and how confident the routing is, per layer.
 
-Ownership: the code that builds the model creates one `RoutingStatistics` and gives `layer(number)`
-to each routed layer; the training loop reads it. Nothing here is global, a module or a buffer, so
-it is neither saved with the weights nor cast to bf16 with them.
+Ownership: the code that builds the model creates one `RoutingStatistics` and gives it to the
+layers; the training loop reads it. Nothing here is global, a module or a buffer, so it is neither
+saved with the weights nor cast to bf16 with them.
 
     statistics = RoutingStatistics(num_layers, num_experts, device)
-    statistics.layer(3).record(tokens_per_expert_E=..., ...)       # in the forward of layer 3
+    totals = statistics.recipient()                                # in the forward of layer 3
+    if totals is not None:
+        totals.add(3, tokens_per_expert_E, scores_TE, ...)
     layers = statistics.training.reduced(groups).summaries()       # on every rank, when logging
     statistics.training.clear()
     with statistics.evaluating():                                  # forward passes of an evaluation
@@ -14,7 +16,7 @@ it is neither saved with the weights nor cast to bf16 with them.
 
 No double counting: activation recompute runs a layer's forward twice, first without gradients and
 then, in the backward pass, with them. (That is reentrant checkpointing, the only kind that
-Megatron-Core has.) In training `record` therefore ignores calls while gradients are off. With
+Megatron-Core has.) In training there is therefore no recipient while gradients are off. With
 recompute the second run counts; without it the only run counts; a stray evaluation does not count.
 This needs no notion of the current micro-batch, which a pipeline schedule interleaves. Inside
 `evaluating()` there is no backward pass, so every call counts, in separate sums.
@@ -29,7 +31,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,12 +114,6 @@ class RoutingTotals:
             self._from_host.clear()
         return self._sums_GC
 
-    def _add(self, layer_number: int, column: int, number: torch.Tensor | float) -> None:
-        if isinstance(number, torch.Tensor):
-            self._sums_GC[layer_number - 1, column] += number
-        else:
-            self._from_host[layer_number - 1, column] += number
-
     def numbers(self) -> dict[tuple[int, int], float]:
         """The numbers so far that the host knows and the device does not, by layer and column."""
         return dict(self._from_host)
@@ -140,62 +136,82 @@ class RoutingTotals:
         self,
         layer_number: int,
         tokens_per_expert_E: torch.Tensor,
-        dropped: torch.Tensor | int,
         scores_TE: torch.Tensor,
-        norms_TE: torch.Tensor | None,
-        cutoff_E: torch.Tensor | None,
-        free_choices: torch.Tensor | int,
+        *,
+        dropped: torch.Tensor | int = 0,
+        norms_TE: torch.Tensor | None = None,
+        cutoff_E: torch.Tensor | None = None,
+        free_choices: torch.Tensor | int = 0,
+        losses: Mapping[str, torch.Tensor] | None = None,
+        wire_bytes: int = 0,
     ) -> None:
-        """Adds one micro-batch of a layer (counted from 1). Does not wait for the device."""
+        """Adds one micro-batch of a layer on this rank. Does not wait for the device.
+
+        Args:
+            layer_number: counted from 1.
+            tokens_per_expert_E: choices of each expert before dropping.
+            scores_TE: router logits or norms.
+            dropped: choices over capacity.
+            norms_TE: AoE's norms.
+            cutoff_E: what a score must exceed.
+            free_choices: choices of free experts, which have no columns in the others.
+            losses: auxiliary losses without their coefficients.
+            wire_bytes: that this rank sends to others in the forward pass.
+        """
         tokens, num_experts = scores_TE.shape
-        row_C = self._sums_GC[layer_number - 1]
+        row_C, host, row = self._sums_GC[layer_number - 1], self._from_host, layer_number - 1
         row_C[:num_experts] += tokens_per_expert_E
-        self._add(layer_number, self.TOKENS, tokens)
-        self._add(layer_number, self.ENTROPY, ent_conf_sum(scores_TE))
-        self._add(layer_number, self.DROPPED, dropped)
-        self._add(layer_number, self.FREE, free_choices)
+        host[row, self.TOKENS] += tokens
+        row_C[self.ENTROPY] += ent_conf_sum(scores_TE)
+        for column, number in (self.DROPPED, dropped), (self.FREE, free_choices):
+            if isinstance(number, torch.Tensor):
+                row_C[column] += number
+            else:
+                host[row, column] += number
         if norms_TE is not None:
             row_C[num_experts : 2 * num_experts] += norms_TE.sum(dim=0, dtype=torch.float64)
-            self._add(layer_number, self.NORMED_TOKENS, tokens)
+            host[row, self.NORMED_TOKENS] += tokens
         if cutoff_E is not None:
             row_C[2 * num_experts : 3 * num_experts] += tokens * cutoff_E
-            self._add(layer_number, self.CUT_TOKENS, tokens)
+            host[row, self.CUT_TOKENS] += tokens
+        if wire_bytes:
+            host[row, self.WIRE_BYTES] += wire_bytes
+        for name, loss in (losses or {}).items():
+            self.add_loss(layer_number, name, loss)
+
+    @torch.no_grad()
+    def add_loss(self, layer_number: int, name: str, loss: torch.Tensor) -> None:
+        """Adds an auxiliary loss, or a number beside it, of one micro-batch of a layer."""
+        column = 3 * self.peaks_GE.shape[1] + 2 * self._losses.index(name)
+        self._sums_GC[layer_number - 1, column] += loss
+        self._from_host[layer_number - 1, column + 1] += 1
 
     @torch.no_grad()
     def add_merges(
         self, layer_number: int, weights_ME: torch.Tensor, tokens_M: torch.Tensor
     ) -> None:
-        """Adds the merged experts of one micro-batch of a layer."""
+        """Adds the merged experts of one micro-batch of a layer. A token counts on one rank only.
+
+        Args:
+            weights_ME: of each expert in each merged expert.
+            tokens_M: tokens of each merged expert.
+        """
         merges, num_experts = weights_ME.shape
+        row_C = self._sums_GC[layer_number - 1]
         weights_ME, tokens_M = weights_ME.double(), tokens_M.double()
-        self._sums_GC[layer_number - 1, :num_experts] += tokens_M @ weights_ME
-        self._add(layer_number, self.TOKENS, tokens_M.sum())
-        entropies_M = torch.special.entr(weights_ME).sum(dim=1)
-        self._add(layer_number, self.ENTROPY, tokens_M @ entropies_M)
-        self._add(layer_number, self.MERGES, merges)
+        row_C[:num_experts] += tokens_M @ weights_ME
+        row_C[self.TOKENS] += tokens_M.sum()
+        row_C[self.ENTROPY] += tokens_M @ torch.special.entr(weights_ME).sum(dim=1)
+        self._from_host[layer_number - 1, self.MERGES] += merges
         peaks_E = self.peaks_GE[layer_number - 1]
         torch.maximum(peaks_E, weights_ME.amax(dim=0), out=peaks_E)
-
-    @torch.no_grad()
-    def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the auxiliary losses of one micro-batch of a layer, by their names."""
-        first = 3 * self.peaks_GE.shape[1]
-        for name, loss in losses.items():
-            column = first + 2 * self._losses.index(name)
-            self._add(layer_number, column, loss)
-            self._add(layer_number, column + 1, 1)
-
-    @torch.no_grad()
-    def add_wire(self, layer_number: int, sent_bytes: int) -> None:
-        """Adds the bytes that one rank sent to others for one micro-batch of a layer."""
-        self._add(layer_number, self.WIRE_BYTES, sent_bytes)
 
     @torch.no_grad()
     def add_output(self, layer_number: int, y: torch.Tensor) -> None:
         """Adds the output of a layer for one micro-batch, of any shape."""
         squares = torch.linalg.vector_norm(y, dtype=torch.float64).square()
-        self._add(layer_number, self.SQUARES, squares)
-        self._add(layer_number, self.OUTPUTS, y.numel())
+        self._sums_GC[layer_number - 1, self.SQUARES] += squares
+        self._from_host[layer_number - 1, self.OUTPUTS] += y.numel()
 
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
         """The totals over the ranks of each group in turn, as a new object; this one is unchanged.
@@ -305,78 +321,6 @@ def _summary(
     return summary
 
 
-class Owner(Protocol):
-    """The owner of the totals that layers add to."""
-
-    def recipient(self) -> RoutingTotals | None:
-        """The totals that count the current forward pass; None: it is not counted."""
-        ...
-
-
-class LayerStatistics:
-    """A layer's access to its owner, which in training is a `RoutingStatistics`."""
-
-    def __init__(self, owner: Owner, layer_number: int) -> None:
-        self._owner = owner
-        self._layer_number = layer_number
-
-    def record(
-        self,
-        *,
-        tokens_per_expert_E: torch.Tensor,
-        dropped: torch.Tensor | int,
-        scores_TE: torch.Tensor,
-        norms_TE: torch.Tensor | None = None,
-        cutoff_E: torch.Tensor | None = None,
-        free_choices: torch.Tensor | int = 0,
-    ) -> None:
-        """Adds one micro-batch of this rank's tokens, without gradients or a host sync.
-
-        `tokens_per_expert_E`: choices of each expert before dropping, integer or float.
-        `dropped`: choices over capacity, a 0-d tensor or an int. `scores_TE`: router logits or
-        norms. `norms_TE`: AoE's norms. `cutoff_E`: what a score must exceed. `free_choices`:
-        choices of free experts, which have no columns in the others.
-        """
-        totals = self._owner.recipient()
-        if totals is not None:
-            totals.add(
-                self._layer_number,
-                tokens_per_expert_E,
-                dropped,
-                scores_TE,
-                norms_TE,
-                cutoff_E,
-                free_choices,
-            )
-
-    def record_merges(self, weights_ME: torch.Tensor, tokens_M: torch.Tensor) -> None:
-        """Adds one micro-batch of merged experts. Each token is counted on one rank only.
-
-        `weights_ME`: of each expert in each merged expert. `tokens_M`: tokens of each merged one.
-        """
-        totals = self._owner.recipient()
-        if totals is not None:
-            totals.add_merges(self._layer_number, weights_ME, tokens_M)
-
-    def record_losses(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the auxiliary losses of one micro-batch, without their coefficients."""
-        totals = self._owner.recipient()
-        if totals is not None:
-            totals.add_losses(self._layer_number, losses)
-
-    def record_wire(self, sent_bytes: int) -> None:
-        """Adds the bytes that this rank sends for one micro-batch, in the forward pass only."""
-        totals = self._owner.recipient()
-        if totals is not None and sent_bytes:
-            totals.add_wire(self._layer_number, sent_bytes)
-
-    def record_output(self, y: torch.Tensor) -> None:
-        """Adds the output of the layer for one micro-batch, on this rank."""
-        totals = self._owner.recipient()
-        if totals is not None:
-            totals.add_output(self._layer_number, y)
-
-
 class RoutingStatistics:
     """Training and evaluation totals of one model on one rank."""
 
@@ -386,11 +330,6 @@ class RoutingStatistics:
         self.evaluation = RoutingTotals.zeros(num_layers, num_experts, device)
         self._evaluating = False
         self.is_padding = False  # whether an evaluation runs a micro-batch without a sample
-
-    def layer(self, layer_number: int) -> LayerStatistics:
-        """The statistics of the layer with this global number (from 1, as in Megatron-Core)."""
-        assert 1 <= layer_number <= len(self.training.peaks_GE), layer_number
-        return LayerStatistics(self, layer_number)
 
     def recipient(self) -> RoutingTotals | None:
         """The totals that count the current forward pass; None in the first run of a recompute."""

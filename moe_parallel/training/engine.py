@@ -186,7 +186,9 @@ class Engine:
     def _measure_start(self, layer: Any, _: Any, output: tuple[torch.Tensor, None]) -> None:
         """Record the size of the layer's output in the first step of a run."""
         if layer.routes and self._iteration() == 0:
-            layer.statistics.record_output(output[0])
+            totals = self.statistics.recipient()
+            assert totals is not None
+            totals.add_output(layer.layer_number, output[0])
 
     @property
     def _controlled(self) -> str | None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.layers.router_trace import MicroBatches, Recorder, Replay, RouterTrace
+from moe_parallel.layers.dispatched import MicroBatches
+from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
 from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import Share
 from moe_parallel.selection.tokens import Tokens
@@ -26,13 +27,12 @@ class Ends(Tokens):
         return [range(1), range(3, 4)]
 
 
-def test_micro_batches_are_counted_by_layer_and_pass() -> None:
+def test_micro_batches_are_counted_by_step_and_pass() -> None:
     counted = MicroBatches()
-    assert [counted.next(layer, 0) for layer in (1, 2, 1, 2, 1)] == [0, 0, 1, 1, 2]
     with torch.no_grad():  # the first passes of a recomputation come before their second passes
-        assert [counted.next(3, 0) for _ in range(2)] == [0, 1]
-    assert [counted.next(3, 0) for _ in range(2)] == [0, 1]
-    assert counted.next(1, 1) == 0  # a new step
+        assert [counted.next(0) for _ in range(2)] == [0, 1]
+    assert [counted.next(0) for _ in range(2)] == [0, 1]
+    assert counted.next(1) == 0  # a new step
 
 
 def test_choices_have_their_places_in_the_global_batch() -> None:

@@ -78,8 +78,8 @@ FAULTS_OF_RUNS = [
     Fault(
         "dropped choices are not counted",
         "moe_parallel/telemetry/statistics.py",
-        "self._add(layer_number, self.DROPPED, dropped)",
-        "self._add(layer_number, self.DROPPED, 0)",
+        "(self.DROPPED, dropped)",
+        "(self.DROPPED, 0)",
         ("tests/telemetry", "tests/model/test_layouts.py"),
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,13 @@ def micro_batch(generator: torch.Generator, tokens: int, experts: int = 4, k: in
     }
 
 
+def record(statistics: RoutingStatistics, layer: int, **what: Any) -> None:
+    """As a layer does in its forward pass."""
+    totals = statistics.recipient()
+    if totals is not None:
+        totals.add(layer, **what)
+
+
 def joined(batches: list[dict]) -> dict:
     return {
         "tokens_per_expert_E": sum(b["tokens_per_expert_E"] for b in batches),
@@ -90,14 +98,16 @@ def test_micro_batches_add_up_to_one_batch():
     batches = [micro_batch(generator, tokens) for tokens in (5, 1, 0, 12)]
     pieces, whole = RoutingStatistics(2, 4, CPU), RoutingStatistics(2, 4, CPU)
     for batch in batches:
-        pieces.layer(2).record(**batch)
-    whole.layer(2).record(**joined(batches))
+        record(pieces, 2, **batch)
+    record(whole, 2, **joined(batches))
     assert_same_summaries(pieces.training.summaries(), whole.training.summaries())
 
 
 def test_summary_values():
     statistics = RoutingStatistics(3, 2, CPU)
-    statistics.layer(3).record(
+    record(
+        statistics,
+        3,
         tokens_per_expert_E=torch.tensor([3, 1]),
         dropped=torch.tensor(1),
         scores_TE=torch.zeros(4, 2, dtype=torch.bfloat16),
@@ -120,7 +130,7 @@ def test_summary_values():
 def test_a_router_has_no_norms():
     statistics = RoutingStatistics(1, 2, CPU)
     batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(1, 2)}
-    statistics.layer(1).record(**batch)
+    record(statistics, 1, **batch)
     assert "norm_per_expert" not in statistics.training.summaries()[0]
 
 
@@ -128,10 +138,9 @@ def test_bytes_sent_to_other_ranks_are_told_by_the_token():
     statistics = RoutingStatistics(2, 2, CPU)
     batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(4, 2)}
     for layer, sent in ((1, 100), (1, 20), (2, 0)):
-        statistics.layer(layer).record(**batch)
-        statistics.layer(layer).record_wire(sent)
+        record(statistics, layer, **batch, wire_bytes=sent)
     with torch.no_grad():  # the first pass of a recomputation dispatches too, and does not count
-        statistics.layer(1).record_wire(1000)
+        record(statistics, 1, **batch, wire_bytes=1000)
     first, second = statistics.training.summaries()
     assert first["wire_bytes_per_token"] == 120 / 8
     assert "wire_bytes_per_token" not in second
@@ -141,9 +150,9 @@ def test_the_size_of_an_output_is_the_root_of_its_mean_square():
     statistics = RoutingStatistics(2, 2, CPU)
     batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(1, 2)}
     for layer in (1, 2):
-        statistics.layer(layer).record(**batch)
+        record(statistics, layer, **batch)
     for output in (torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16), torch.full((1, 2, 1), 5.0)):
-        statistics.layer(2).record_output(output.requires_grad_())
+        statistics.training.add_output(2, output.requires_grad_())
     first, second = statistics.training.summaries()
     assert second["output_rms"] == pytest.approx(math.sqrt((9 + 16 + 25 + 25) / 4))
     assert "output_rms" not in first
@@ -152,15 +161,19 @@ def test_the_size_of_an_output_is_the_root_of_its_mean_square():
 def test_counts_beyond_float32_stay_exact():
     statistics = RoutingStatistics(1, 2, CPU)
     for count in (2**24, 1):
-        statistics.layer(1).record(
-            tokens_per_expert_E=torch.tensor([count, 0]), dropped=0, scores_TE=torch.zeros(1, 2)
+        record(
+            statistics,
+            1,
+            tokens_per_expert_E=torch.tensor([count, 0]),
+            dropped=0,
+            scores_TE=torch.zeros(1, 2),
         )
     assert statistics.training.summaries()[0]["tokens_per_expert"] == [2**24 + 1, 0]
 
 
 def test_clear_and_layers_without_tokens():
     statistics = RoutingStatistics(2, 4, CPU)
-    statistics.layer(1).record(**micro_batch(torch.Generator(), 3))
+    record(statistics, 1, **micro_batch(torch.Generator(), 3))
     assert [s["layer"] for s in statistics.training.summaries()] == [1]
     statistics.training.clear()
     assert statistics.training.summaries() == []
@@ -169,12 +182,11 @@ def test_clear_and_layers_without_tokens():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recompute_is_counted_once(recompute):
     statistics = RoutingStatistics(1, 4, CPU)
-    part = statistics.layer(1)
     calls = []
 
     def forward(x):
         calls.append(torch.is_grad_enabled())
-        part.record(tokens_per_expert_E=torch.ones(4), dropped=0, scores_TE=x.detach())
+        record(statistics, 1, tokens_per_expert_E=torch.ones(4), dropped=0, scores_TE=x.detach())
         return x * 2
 
     x = torch.rand(3, 4, requires_grad=True)
@@ -187,14 +199,13 @@ def test_recompute_is_counted_once(recompute):
 def test_evaluation_is_kept_apart():
     generator = torch.Generator().manual_seed(2)
     statistics = RoutingStatistics(1, 4, CPU)
-    part = statistics.layer(1)
     trained, evaluated = micro_batch(generator, 5), micro_batch(generator, 7)
-    part.record(**trained)
+    record(statistics, 1, **trained)
     for _ in range(2):  # a second evaluation starts from zero
         with statistics.evaluating() as totals, torch.no_grad():
-            part.record(**evaluated)
+            record(statistics, 1, **evaluated)
     with torch.no_grad():
-        part.record(**evaluated)
+        record(statistics, 1, **evaluated)
     assert totals.summaries()[0]["tokens_per_expert"] == evaluated["tokens_per_expert_E"].tolist()
     expected = trained["tokens_per_expert_E"].tolist()
     assert statistics.training.summaries()[0]["tokens_per_expert"] == expected
@@ -204,7 +215,7 @@ def test_an_evaluation_that_fails_ends_the_evaluation():
     statistics = RoutingStatistics(1, 4, CPU)
     with pytest.raises(RuntimeError, match="boom"), statistics.evaluating():
         raise RuntimeError("boom")
-    statistics.layer(1).record(**micro_batch(torch.Generator(), 3))
+    record(statistics, 1, **micro_batch(torch.Generator(), 3))
     assert len(statistics.training.summaries()) == 1
 
 
@@ -213,7 +224,7 @@ def two_stages_of_two_ranks(rank: int) -> RoutingStatistics:
     generator = torch.Generator().manual_seed(rank)
     statistics = RoutingStatistics(2, 4, CPU)
     for tokens in (4 + rank, 3):
-        statistics.layer(1 + rank // 2).record(**micro_batch(generator, tokens))
+        record(statistics, 1 + rank // 2, **micro_batch(generator, tokens))
     return statistics
 
 
@@ -240,10 +251,9 @@ def test_sum_over_ranks_equals_one_process():
 
 def test_merged_experts_by_hand():
     statistics = RoutingStatistics(1, 4, CPU)
-    layer = statistics.layer(1)
     weights = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.4, 0.1, 0.1]])
-    layer.record_merges(weights, torch.tensor([8, 2]))
-    layer.record_merges(torch.tensor([[0.1, 0.2, 0.54, 0.16]]), torch.tensor([10]))
+    statistics.training.add_merges(1, weights, torch.tensor([8, 2]))
+    statistics.training.add_merges(1, torch.tensor([[0.1, 0.2, 0.54, 0.16]]), torch.tensor([10]))
     (summary,) = statistics.training.summaries()
     # (8 * .7 + 2 * .4 + 10 * .1) / 20, ...
     assert summary["routing_weight_per_expert"] == pytest.approx([0.37, 0.18, 0.32, 0.13])
@@ -266,10 +276,8 @@ def test_losses_are_means_of_micro_batches():
     statistics = RoutingStatistics(2, 4, CPU)
     for value in (1.0, 4.0):
         losses = {"z_loss": torch.tensor(value), "entropy_loss": torch.tensor(0.0)}
-        statistics.layer(2).record_losses(losses)
-        statistics.layer(2).record(
-            tokens_per_expert_E=torch.ones(4), dropped=0, scores_TE=torch.zeros(4, 4)
-        )
+        batch = {"tokens_per_expert_E": torch.ones(4), "scores_TE": torch.zeros(4, 4)}
+        record(statistics, 2, **batch, losses=losses)
     (summary,) = statistics.training.summaries()
     assert (summary["z_loss"], summary["entropy_loss"]) == (2.5, 0.0)
     assert "load_balancing_loss" not in summary
@@ -279,7 +287,7 @@ def _merges_of_a_rank() -> dict:
     statistics = RoutingStatistics(1, 2, CPU)
     rank = dist.get_rank()
     weights = torch.tensor([[0.9, 0.1]]) if rank else torch.tensor([[0.5, 0.5]])
-    statistics.layer(1).record_merges(weights, torch.tensor([1 + rank]))
+    statistics.training.add_merges(1, weights, torch.tensor([1 + rank]))
     return statistics.training.reduced([None]).summaries()[0]
 
 
@@ -292,13 +300,13 @@ def test_merges_of_all_ranks():
 
 def test_a_checkpoint_keeps_what_the_next_line_needs():
     statistics, again = RoutingStatistics(2, 4, CPU), RoutingStatistics(2, 4, CPU)
-    statistics.layer(1).record(**micro_batch(torch.Generator().manual_seed(0), tokens=7))
+    record(statistics, 1, **micro_batch(torch.Generator().manual_seed(0), tokens=7))
     merged = torch.tensor([[0.7, 0.1, 0.1, 0.1]])
-    statistics.layer(2).record_merges(merged, torch.tensor([5]))
+    statistics.training.add_merges(2, merged, torch.tensor([5]))
     again.training.load_state(json.loads(json.dumps(statistics.training.state())))
     assert again.training.summaries() == statistics.training.summaries()
     for each in (statistics, again):
-        each.layer(2).record_merges(torch.full((1, 4), 0.25), torch.tensor([5]))
+        each.training.add_merges(2, torch.full((1, 4), 0.25), torch.tensor([5]))
         assert each.training.summaries()[1]["utilisation"] == 0.25  # the first was above 2 / 4
 
 
@@ -307,15 +315,14 @@ def test_numbers_of_the_host_are_in_the_state_and_go_with_it():
     its own."""
     statistics = RoutingStatistics(2, 4, CPU)
     batch = micro_batch(torch.Generator().manual_seed(0), tokens=6)
-    statistics.layer(2).record(**batch)
-    statistics.layer(2).record_wire(100)
+    record(statistics, 2, **batch, wire_bytes=100)
     state = statistics.training.state()
     assert sum(row[RoutingTotals.TOKENS] for row in state["sums"]) == 6
-    statistics.layer(2).record(**batch)
+    record(statistics, 2, **batch)
     statistics.training.load_state(state)
     (summary,) = statistics.training.summaries()
     assert summary["layer"] == 2 and summary["wire_bytes_per_token"] == pytest.approx(100 / 6)
     assert statistics.training.state() == state
-    statistics.layer(1).record_wire(7)
+    record(statistics, 1, **batch, wire_bytes=7)
     statistics.training.clear()
     assert not statistics.training.sums_GC.any()

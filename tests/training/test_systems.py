@@ -183,7 +183,8 @@ def test_what_is_logged(runs, system):
     for measures in last.values():
         later = selection.first_part is not None or "eval_first_part" in options
         assert ("loss_after_first_part" in measures) == later
-        assert all(layer["experts_per_token"] > 0 for layer in measures["layers"])
+        for layer in measures["layers"]:  # a few steps may leave all tokens to free experts
+            assert layer["experts_per_token"] > 0 or layer["free_share"] == 1
 
 
 @pytest.mark.full

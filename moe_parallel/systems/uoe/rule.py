@@ -43,6 +43,7 @@ class UnionLayer(DispatchedLayer):
     Shape suffixes: T tokens of this rank, E all experts, R routing neurons of each, D model width.
     """
 
+    scores_are_norms = True
     w_gate_up_ED2R: torch.Tensor  # W_g at index 0, W_p at index 1 of the axis of size 2
     w_out_ERD: torch.Tensor
 
@@ -92,9 +93,6 @@ class UnionLayer(DispatchedLayer):
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map)
-
-    def norms(self, choices: Choices) -> torch.Tensor:
-        return choices.scores_TE.detach()
 
 
 def rules(selection: UoESelection) -> Rules:
