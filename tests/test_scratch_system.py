@@ -16,7 +16,6 @@ from moe_parallel.errors import InputError
 from tests.distributed import run_distributed
 from tests.generation.small_models import PROMPTS, VOCABULARY, small_model
 from tests.huggingface.exporting import export_run, save_runs
-from tests.plan.test_activations import Found, _compare, _kept
 from tests.program import SCRIPT, SMALL, Program, flags, small_data
 from tests.tools.running import run_tool
 from tests.training.tiny_run import Layout, TinyRun
@@ -33,7 +32,6 @@ import torch
 
 from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import EXPERTS, PROBABILITIES
 from moe_parallel.errors import InputError
 from moe_parallel.layers import RoutedLayer, Rules, System, register
 from moe_parallel.selection import topk
@@ -51,9 +49,6 @@ class WindowSelection(Balancing, RoutedSelection, system="window"):
     @property
     def choices_per_token(self):
         return 1
-
-    def kept_by_rule(self):
-        return [PROBABILITIES, EXPERTS]
 
     def check(self, config, world_size):
         super().check(config, world_size)
@@ -251,49 +246,19 @@ def test_a_layer_of_its_own_is_refused_until_it_is_registered(package: Path) -> 
     ]
 
 
-def _keep(package: Path) -> dict[str, Found]:
+def _count(package: Path) -> tuple[float, float]:
     sys.path.insert(0, str(package))
-
-    # A window of one expert gives all experts the same load, as the plan assumes.
-    return _kept(1, {"window": OPTIONS})
-
-
-def test_its_plan_has_what_autograd_keeps(package: Path) -> None:
-    (found,) = run_distributed(1, _keep, package)
-    _compare(found)
-
-
-def _count(package: Path) -> tuple[float, float, str]:
-    """FLOPs of scores and experts, and why a system that declares nothing has no plan."""
-    sys.path.insert(0, str(package))
-    import window_system
-
-    from moe_parallel.config import make_config
-    from moe_parallel.errors import InputError
-    from moe_parallel.layers.system import System, register
     from moe_parallel.model.flops import token_flops
-    from moe_parallel.plan.shape import plannable
 
     sizes = {"num_experts": 4, "num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 96}
-    config = make_config(OPTIONS | sizes)
-    plannable(config)
-    flops = token_flops(config, 128, 1)
-
-    class SilentSelection(window_system.WindowSelection, system="silent"):
-        def kept_by_rule(self):
-            return None
-
-    register(System(SilentSelection, window_system.RoutedLayer, window_system.rules))
-    with pytest.raises(InputError) as refused:
-        plannable(make_config(OPTIONS | sizes | {"expert_selection": "silent"}))
-    return flops.scores, flops.experts, str(refused.value)
+    flops = token_flops(make_config(OPTIONS | sizes), 128, 1)
+    return flops.scores, flops.experts
 
 
 def test_its_flops_are_counted(package: Path) -> None:
-    ((scores, experts, refused),) = run_distributed(1, _count, package)
+    ((scores, experts),) = run_distributed(1, _count, package)
     layers, n, d, f = 2, 4, 64, 96
     assert (scores, experts) == (layers * 2 * n * d, layers * 6 * d * f)
-    assert refused.startswith("--expert-selection is silent, and a plan has formulas only for")
 
 
 def _generate(package: Path) -> list[list[int]]:

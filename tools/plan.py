@@ -9,10 +9,8 @@ into memory, and says why the others do not fit. --beside FILE.yaml plans a seco
 layouts, for example a traditional MoE to compare with AoE. --json prints everything as one JSON
 object.
 
---published FILE.json plans published runs instead, and prints how far off the plan is.
-
-The tool computes formulas; it builds no model and measures nothing. docs/scaling.md has the
-formulas and compares plans with measurements. Besides its own flags, the tool accepts those of
+The tool builds the layers of the model without storage and counts what they hold, keep, compute and
+send; times are a roofline (docs/scaling.md). Besides its own flags, it accepts those of
 pretrain_gpt_moe.py.
 """
 
@@ -20,19 +18,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.errors import InputError
-from moe_parallel.plan.cluster import Cluster, Efficiency, measured, measured_node, parse_cluster
-from moe_parallel.plan.listing import Listing
-from moe_parallel.plan.listing_json import listing_json
-from moe_parallel.plan.listing_table import listing_table
-from moe_parallel.plan.published import read_published
-from moe_parallel.plan.published_errors import PublishedErrors
-from moe_parallel.plan.search import RESERVE
+from moe_parallel.plan.cluster import (
+    RESERVE,
+    Cluster,
+    Efficiency,
+    measured,
+    measured_node,
+    parse_cluster,
+)
+from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive
 
 GIB = 2**30
@@ -75,22 +76,17 @@ def main(arguments: list[str]) -> int:
         help="JSON with measured shares of the peaks and seconds of a call and of a kernel, by the "
         "names in docs/scaling.md; they replace the published ones",
     )
-    tool.add_argument(
-        "--published",
-        metavar="FILE",
-        help="plan the runs of docs/results/planner/published_runs.json, or of such a file",
-    )
     tool.add_argument("--json", action="store_true", help="print one JSON object")
     return tool.run_with_training_flags(arguments, _plan)
 
 
 def _plan(own: argparse.Namespace, flags: list[str]) -> None:
-    if own.published is not None:
-        errors = PublishedErrors.of(read_published(Path(own.published)), _efficiency(own))
-        print(f"{json.dumps(errors.json())}\n" if own.json else errors.table(), end="")
-        return
     _check(own)
     cluster = _cluster(own)
+    suppress_warnings()  # of Megatron-Core, before it is imported
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed
+    from moe_parallel.plan.listing import Listing, listing_json, listing_table
+
     listing = Listing.of(
         parse_command_line(flags),
         cluster,

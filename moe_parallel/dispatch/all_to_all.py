@@ -95,9 +95,8 @@ class AllToAllDispatcher:
         received_RL = torch.empty_like(sent_RL)
         with self.progress.during(Phase.DISPATCH):
             dist.all_to_all_single(received_RL, sent_RL, group=self.group)
-            # The host waits for the device here, and nowhere else in the layer: messages need
-            # sizes.
-            sent_R, received_R = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
+            both_2R = torch.stack([sent_RL.sum(1), received_RL.sum(1)])
+            sent_R, received_R = self.ops.read_sizes(both_2R, len(row_map.slots_N))
         route = AllToAllRoute(row_map, sent_R, received_R)
 
         packed_NW = self._pack(x_TD, choices, row_map)

@@ -108,7 +108,8 @@ class AllToAllInParts(AllToAllDispatcher):
         with self.progress.during(Phase.DISPATCH):
             dist.all_to_all_single(received_RCP, sent_RCP, group=self.group)
             # Sizes of all parts are read at once.
-            sizes = torch.stack([sent_RCP.sum(2).T, received_RCP.sum(2).T]).tolist()
+            counts = torch.stack([sent_RCP.sum(2).T, received_RCP.sum(2).T])
+            sizes = self.ops.read_sizes(counts, len(row_map.slots_N))
         routes_C = [AllToAllRoute(row_map, *of_part) for of_part in zip(*sizes, strict=True)]
         return routes_C, received_RCP.transpose(0, 1)
 

@@ -134,13 +134,13 @@ class GatheredWeight:
         strides and offset are kept, and the backward pass gathers again.
         """
         gathered = gather()
-        address = gathered.untyped_storage().data_ptr()
+        storage = gathered.untyped_storage()._cdata  # fake tensors, of plans, have no address
         if self._keeps or gathered is self._weight:
             yield gathered
             return
 
         def pack(saved: torch.Tensor) -> Any:
-            if saved.untyped_storage().data_ptr() != address:
+            if saved.untyped_storage()._cdata != storage:
                 return saved
             return saved.shape, saved.stride(), saved.storage_offset()
 

@@ -37,7 +37,7 @@ from moe_parallel.model.language_model import Fp8GPTModel, LanguageModel
 from moe_parallel.model.self_attention import RotarySelfAttention
 from moe_parallel.model.token_ids import TransformerLayerWithIds
 from moe_parallel.model.transformer_config import transformer_config
-from moe_parallel.ops import select_backend
+from moe_parallel.ops import Ops, select_backend
 from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
@@ -81,8 +81,12 @@ def build_chunks(
     iteration: Callable[[], int] = at_start,
     trace: RouterTrace | None = None,
     token_counts: Sequence[int] = (),
+    ops: Ops | None = None,
 ) -> list[GPTModel]:
-    """The chunks of `build_model` before their weights have values."""
+    """The chunks of `build_model` before their weights have values.
+
+    `ops`: the operators; None: those of --moe-backend.
+    """
     config = replace(config, selection=config.selection.rescaled(config))
     megatron = transformer_config(config)
     progress = progress or Progress()
@@ -91,7 +95,9 @@ def build_chunks(
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
-        within_budget(select_backend(config.moe.moe_backend), config.moe.activation_budget_bytes),
+        within_budget(
+            ops or select_backend(config.moe.moe_backend), config.moe.activation_budget_bytes
+        ),
         statistics,
         build_capacity(config),
         num_moe_layers=sum(config.moe_layers),

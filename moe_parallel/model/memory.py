@@ -13,10 +13,8 @@ from moe_parallel.collective_errors import agree, exchange
 from moe_parallel.config import Config
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
+from moe_parallel.model.parameters import sizes_of_parts
 from moe_parallel.parallel import Groups
-from moe_parallel.plan.layout import layout_of
-from moe_parallel.plan.shape import shape_of
-from moe_parallel.plan.weights import weights_of_chunk
 from moe_parallel.platform.device import device
 from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
 
@@ -85,21 +83,21 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
 
 def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Parameters:
     """The parameters of this rank."""
-    shape = shape_of(config, vocab_size)
-    ranks = groups.tp_dp_cp.size() * groups.pp.size()
-    layout = layout_of(config, ranks)
-    weights = [
-        weight
-        for chunk in range(layout.virtual)
-        for weight in weights_of_chunk(shape, layout, groups.pp.rank(), chunk)
-    ]
-    experts = sum(weight.size for weight in weights if weight.expert)
+    parts, layers = sizes_of_parts(config, vocab_size, groups), _layers_of_stage(config, groups)
+    held = [parts["moe layer" if is_moe else "dense layer"] for is_moe in layers]
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    if first:
+        held.append(parts["embedding"])
+    if last:
+        held.append(parts["head"])
+    tied = not config.model.untie_embeddings_and_output_weights
+    copied = parts["embedding"].table if last and tied and not first else 0
     widths = {True: config.expert_width, False: config.model.ffn_hidden_size}
-    tables = any(weight.name in ("embedding", "output_layer") for weight in weights)
-    moe_or_not = _layers_of_stage(config, groups)
-    rows = shape.vocabulary if tables else 0
-    largest = max(rows, shape.hidden, *(widths[moe] for moe in moe_or_not)) * shape.hidden
-    return Parameters(sum(weight.size for weight in weights) - experts, experts, largest)
+    rows = config.padded_vocab_size(vocab_size) if first or last else 0
+    hidden = config.model.hidden_size
+    largest = max(rows, hidden, *(widths[moe] for moe in layers)) * hidden
+    dense = sum(part.dense for part in held) + copied
+    return Parameters(dense, sum(part.expert for part in held), largest)
 
 
 def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:

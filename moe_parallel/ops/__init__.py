@@ -45,7 +45,7 @@ def select_backend(name: str) -> Ops:
 
 
 def _operators_of(name: str, module: ModuleType) -> Ops:
-    operators = [field.name for field in fields(Ops) if field.name != "name"]
+    operators = [field.name for field in fields(Ops) if field.name not in ("name", "read_sizes")]
     return Ops(name, **{operator: getattr(module, operator) for operator in operators})
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -45,6 +45,16 @@ Gradient = Literal["all", "chosen"]
 
 #: norms_TE -> experts_TK, int64; -1 is an empty slot.
 Choose = Callable[[Tensor], Tensor]
+
+
+#: (numbers of rows [2, ...]: sent and received; the sum of those sent) -> the numbers as lists.
+ReadSizes = Callable[[Tensor, int], list[Any]]
+
+
+def read_sizes(sizes: Tensor, rows: int) -> list[Any]:
+    """The host waits for the device here, and nowhere else in a layer: messages need sizes."""
+    numbers: list[Any] = sizes.tolist()
+    return numbers
 
 
 class RoutingMap(Protocol):
@@ -151,3 +161,4 @@ class Ops:
     softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     routed_experts: RoutedExperts
     autonomous_experts: AutonomousExperts
+    read_sizes: ReadSizes = read_sizes

@@ -10,6 +10,9 @@ from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.reading import parse_json, read_small
 
+#: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
+RESERVE = 6 * 2**30
+
 
 @dataclass(frozen=True)
 class Efficiency:

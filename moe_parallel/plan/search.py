@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+import torch
+
 from moe_parallel.config import Config, validate
+from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.errors import InputError
-from moe_parallel.plan.cluster import Cluster
+from moe_parallel.ops import extension
+from moe_parallel.plan.cluster import RESERVE, Cluster
 from moe_parallel.plan.layout import Layout, layout_of
-from moe_parallel.plan.memory import Memory, memory_of_stage
-from moe_parallel.plan.shape import no_formula, plannable, shape_of
-from moe_parallel.plan.software import WHOLE_LAYER, Software
+from moe_parallel.plan.stage import Memory, Model, memory_of_stage
 from moe_parallel.plan.step_time import StepTime, step_time
 
-#: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
-RESERVE = 6 * 2**30
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 #: Context parallelism leaves a rank at least so many tokens of a sequence.
 LEAST_SHARE = 4096
@@ -42,6 +42,55 @@ class Refused:
     reason: str
 
 
+def plannable(config: Config, mean_choices: float | None = None) -> None:
+    """Raise InputError for what a plan cannot know, because it has no data."""
+    if not extension.is_built():
+        raise InputError("a plan counts what the C++ extension does: build it with make set-up")
+    if torch.cuda.is_available():
+        raise InputError("a plan is made without a GPU: set CUDA_VISIBLE_DEVICES to nothing")
+    if config.moe.num_experts is None:
+        if mean_choices is not None:
+            raise InputError(f"--mean-choices is {mean_choices}, but there are no experts")
+        return
+    selection, n = config.selection, config.num_experts
+    if mean_choices is not None and selection.choices_per_token and not selection.free_experts:
+        raise InputError(
+            f"--mean-choices is {mean_choices}, but the configuration says how many experts a "
+            "token has: leave it out"
+        )
+    if mean_choices is not None and not 0 < mean_choices <= n:
+        raise InputError(
+            f"--mean-choices is {mean_choices}: it must be above 0 and at most --num-experts {n}"
+        )
+    if mean_choices is None and selection.mean_choices is None:
+        raise InputError(
+            f"--expert-selection is {selection.system}, and only training tells how many experts a "
+            "token has: set --mean-choices to experts_per_token of a run's metrics.jsonl"
+        )
+
+
+def mean_of(config: Config, mean_choices: float | None) -> float | None:
+    """The mean number of experts of a token: the given one, or that of the configuration."""
+    if config.moe.num_experts is None or mean_choices is not None:
+        return mean_choices
+    return config.selection.mean_choices
+
+
+def vocabulary_of(config: Config) -> int:
+    """Of the model. Raises InputError if only a tokenizer tells it, because a plan reads none."""
+    if config.data.vocab_size is None and config.data.data_path is not None:
+        raise InputError("--vocab-size is not set: a plan reads no tokenizer, so give its size")
+    return config.data.vocab_size or EMBEDDED_VOCAB_SIZE
+
+
+def model_of(
+    config: Config, vocab_size: int, ranks: int, mean_choices: float | None = None
+) -> Model:
+    """The measured model of a valid configuration on this number of ranks."""
+    vocabulary = config.padded_vocab_size(vocab_size)
+    return Model.of(config, layout_of(config, ranks), vocabulary, mean_of(config, mean_choices))
+
+
 def plan_layout(
     config: Config,
     vocab_size: int,
@@ -57,15 +106,13 @@ def plan_layout(
     """
     plannable(config, mean_choices)
     layout = layout_of(config, cluster.ranks)
-    if reason := no_formula(config):
-        return Refused(layout, "no formula", reason)
     try:
         validate(config, cluster.ranks)
     except InputError as error:
         return Refused(layout, "sizes that do not divide each other", str(error))
-    shape = shape_of(config, vocab_size, mean_choices)
-    stages = layout.unlike_stages(shape.moe_layers)
-    memories = {stage: memory_of_stage(shape, layout, stage) for stage in stages}
+    model = model_of(config, vocab_size, cluster.ranks, mean_choices)
+    stages = layout.unlike_stages(config.moe_layers)
+    memories = {stage: memory_of_stage(model, stage) for stage in stages}
     stage = max(memories, key=lambda each: memories[each].total)
     free, needed = round(cluster.node.memory_size) - reserve, memories[stage].total
     if needed > free:
@@ -75,9 +122,8 @@ def plan_layout(
             f"{free / 2**30:.1f} that a GPU has after its reserve"
         )
         return Refused(layout, "more memory than a GPU has", reason)
-    # Without a graph of the step, the host launches the kernels of each layer.
-    graphs = (WHOLE_LAYER,) if config.training.uses_cuda_graph else ()
-    time = step_time(shape, layout, cluster, Software(graphs=graphs))
+    vocabulary, mean = config.padded_vocab_size(vocab_size), mean_of(config, mean_choices)
+    time = step_time(model, cluster, vocabulary, mean)
     return Plan(layout, memories[stage], stage, time)
 
 
@@ -90,14 +136,20 @@ def search(
 ) -> tuple[list[Plan], list[Refused]]:
     """All layouts of `layouts`: those that fit, fastest first, and the others.
 
-    The arguments are those of `plan_layout`.
+    Recomputation is tried where the same sizes do not fit without it. The arguments are those of
+    `plan_layout`.
     """
     plannable(config, mean_choices)
     plans, refused = [], []
+    fits: set[Layout] = set()
     for candidate in layouts(config, cluster):
+        layout = layout_of(candidate, cluster.ranks)
+        if replace(layout, recompute=False, recompute_modules=()) in fits:
+            continue
         found = plan_layout(candidate, vocab_size, cluster, reserve, mean_choices)
         if isinstance(found, Plan):
             plans.append(found)
+            fits.add(layout)
         else:
             refused.append(found)
     plans.sort(key=lambda plan: (-plan.time.tokens_per_gpu, plan.memory.total))

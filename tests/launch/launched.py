@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -63,6 +64,7 @@ class Launched(Job):
 
 
 def _be_launcher(output_file: Path, arguments: list[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and some services ignore it
     output = os.open(output_file, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -174,7 +174,7 @@ def test_experts_per_token_can_be_given(experts: float) -> None:
 
 
 def test_a_named_device_becomes_meta() -> None:
-    with parameters._NamedDevicesAreMeta(), torch.device("meta"):
+    with parameters.NamedDevicesAreMeta(), torch.device("meta"):
         assert torch.empty(1 << 50, device="cpu").is_meta
         assert torch.empty(1 << 50).is_meta
 

@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from moe_parallel.config import Config, make_config, validate
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.parallel import initialize_groups
-from moe_parallel.plan.shape import Shape, shape_of, target_of
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
 from moe_parallel.training.engine import Engine
 
@@ -44,7 +43,7 @@ Options = dict[str, Any]
 #: Systems with flags of their own in place of K.
 TOP_P = {"expert_selection": "top_p", "moe_router_force_routing": "balanced"}
 EXPERT_CHOICE = {"expert_selection": "expert_choice"}
-AOE_TOP_P = AOE | TOP_P | {"expert_selection": "aoe_top_p"}
+AOE_TOP_P = AOE | TOP_P | {"expert_selection": "aoe_top_p", "moe_top_p": 0.65}
 AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
 UOE = {"expert_selection": "uoe", "uoe_routing_neurons": 16}
 HASH = {"expert_selection": "hash", "moe_router_topk": 4}
@@ -67,6 +66,11 @@ TOP_P_FREE = {"expert_selection": "top_p", "moe_top_p": 1.0, "moe_copy_experts":
 ERC = {"moe_erc_loss_coeff": 1.0, "moe_router_pre_softmax": True}
 #: Experts of a token: 4 probabilities are nearly equal at first, and p is 0.4 and 0.6.
 MEAN_CHOICES = {"top_p": 2.0, "aoe_top_p": 3.0}
+SEGMENTS = {"lory_segment_length": 8}
+LORY = {"expert_selection": "lory"} | SEGMENTS
+LORY_PREFIX = {"expert_selection": "lory_prefix"} | SEGMENTS
+SEGMENT_EXPERT_CHOICE = {"expert_selection": "segment_expert_choice"} | SEGMENTS
+SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
 GATED = SHARED | {"moe_shared_expert_gate": True}
 
@@ -79,14 +83,12 @@ def config_of(options: Options) -> Config:
     return make_config(whole)
 
 
-def planned_shape(config: Config) -> Shape:
+def mean_of(config: Config) -> float | None:
+    """The mean number of experts of a token here, where the configuration does not say it."""
     selection = config.selection
-    mean = 4.0 if selection.free_experts else MEAN_CHOICES.get(selection.system)
-    return shape_of(config, VOCABULARY, None if _target(config) else mean)
-
-
-def _target(config: Config) -> bool:
-    return config.moe.num_experts is not None and target_of(config) is not None
+    if config.moe.num_experts is None or selection.mean_choices is not None:
+        return None
+    return 4.0 if selection.free_experts else MEAN_CHOICES[selection.system]
 
 
 def engine_of(config: Config) -> Engine:

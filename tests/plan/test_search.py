@@ -6,7 +6,6 @@ from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import parse_cluster
 from moe_parallel.plan.search import Plan, Refused, layouts, plan_layout, reasons, search
-from moe_parallel.plan.shape import shape_of, target_of
 
 OPTIONS = {
     "num_layers": 10,
@@ -26,7 +25,7 @@ CLUSTER = parse_cluster("h100x8:1")
 def test_layouts_are_ranked_and_the_others_have_a_reason() -> None:
     config = make_config(OPTIONS)
     plans, refused = search(config, VOCABULARY, CLUSTER)
-    assert len(plans) + len(refused) == len(list(layouts(config, CLUSTER)))
+    assert 0 < len(plans) + len(refused) <= len(list(layouts(config, CLUSTER)))
     speeds = [plan.time.tokens_per_gpu for plan in plans]
     assert speeds == sorted(speeds, reverse=True) and speeds
     assert len({plan.layout for plan in plans}) == len(plans)
@@ -65,7 +64,7 @@ def test_a_divided_sequence_needs_less_memory() -> None:
     assert half.memory.activations < 0.7 * whole.memory.activations
     assert half.time.parts["context parallel"] > 0 and half.layout.dp == 4
     assert again.memory.activations < 0.8 * whole.memory.activations
-    assert 0 < again.time.parts["recompute"] < whole.time.seconds
+    assert again.time.seconds > whole.time.seconds
 
 
 def test_memory_is_refused_by_how_much() -> None:
@@ -82,30 +81,14 @@ def test_memory_is_refused_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas only"),
-        (
-            {"expert_selection": "segment_expert_choice"},
-            "--expert-selection is segment_expert_choice, and a plan has formulas only for",
-        ),
         (
             {"moe_copy_experts": 2, "moe_aux_loss_coeff": 0.0},
-            "--expert-selection is topk, which gives tokens different numbers of experts",
+            "--expert-selection is topk, and only training tells how many experts a token has",
         ),
-        (
-            {"expert_selection": "top_p"},
-            "--expert-selection is top_p, which gives tokens",
-        ),
-        ({"moe_router_force_routing": "hot"}, "--moe-router-force-routing is hot, and a plan has"),
-        ({"moe_activation_budget": 64}, "--moe-activation-budget is 64"),
-        ({"moe_dispatch_parts": 2}, "--moe-dispatch-parts is 2, and a plan has no formula"),
-        ({"loss_chunk_size": 0}, "--loss-chunk-size is 0"),
-        ({"attention_backend": "local"}, "--attention-backend is local"),
-        ({"moe_importance_loss_coeff": 0.5}, "--moe-importance-loss-coeff is 0.5, and a plan has"),
-        ({"add_qkv_bias": True}, "--add-qkv-bias is true, and a plan has no formula for it"),
-        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor is 1.5"),
+        ({"expert_selection": "top_p"}, "--expert-selection is top_p, and only training tells how"),
     ],
 )
-def test_what_has_no_formula_is_refused(options: dict[str, object], message: str) -> None:
+def test_what_only_training_tells_is_asked_for(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError) as told:
         plan_layout(make_config(OPTIONS | options), VOCABULARY, CLUSTER)
     assert str(told.value).startswith(message)
@@ -121,58 +104,14 @@ def test_the_mean_number_of_experts_is_given_where_it_varies() -> None:
     assert many.memory.activations > few.memory.activations
 
 
-@pytest.mark.parametrize(
-    ("options", "flags", "mean"),
-    [
-        ({"expert_selection": "relu"}, "--moe-relu-target-experts", 2.0),
-        ({"expert_selection": "threshold"}, "--moe-threshold-target-experts", 2.0),
-        ({"expert_selection": "routing_free"}, "--routing-free-target-experts", 2.0),
-        # 4 experts and 2 free ones share 2 choices; tau 0.75 makes 3 of 5 shares of them.
-        ({"moe_copy_experts": 2}, "--moe-router-topk and --moe-free-expert-tau", 2 * 3 / 5),
-        (
-            {
-                "moe_copy_experts": 2,
-                "moe_router_enable_expert_bias": True,
-                "moe_router_bias_update": "error",
-            },
-            "--moe-router-topk, with equal loads of all columns",
-            2 * 4 / 6,
-        ),
-    ],
-)
-def test_a_number_that_training_decides_is_planned_at_its_target(
-    options: dict[str, object], flags: str, mean: float
-) -> None:
-    config = make_config(OPTIONS | options | {"expert_model_parallel_size": 4})
-    target = target_of(config)
-    assert target is not None and (target.flags, target.mean) == (flags, pytest.approx(mean))
-    experts = shape_of(config, VOCABULARY).experts
-    assert experts is not None and experts.per_token == target.mean
-    plan, more = (
-        plan_layout(config, VOCABULARY, CLUSTER, 0, choices) for choices in (None, 2 * mean)
+def test_a_number_that_training_decides_is_planned_at_its_target() -> None:
+    options = {"expert_selection": "relu", "expert_model_parallel_size": 4}
+    config = make_config(OPTIONS | options)
+    plan, same, more = (
+        plan_layout(config, VOCABULARY, CLUSTER, 0, choices) for choices in (None, 2.0, 4.0)
     )
-    assert isinstance(plan, Plan) and isinstance(more, Plan)
+    assert isinstance(plan, Plan) and isinstance(more, Plan) and plan == same
     assert more.time.parts["experts"] > 1.5 * plan.time.parts["experts"]
-
-
-def test_a_fixed_number_of_experts_stays() -> None:
-    experts = shape_of(make_config(OPTIONS), VOCABULARY, mean_choices=1.5).experts
-    assert experts is not None and experts.per_token == 2
-
-
-def test_experts_that_choose_among_tokens_of_several_ranks_are_refused() -> None:
-    options = OPTIONS | {"expert_selection": "expert_choice"}
-    refused = plan_layout(
-        make_config(options | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        VOCABULARY,
-        CLUSTER,
-    )
-    assert isinstance(refused, Refused) and refused.kind == "no formula"
-    assert refused.reason.startswith("--tensor-model-parallel-size is 2, and a plan has no formula")
-    plan = plan_layout(
-        make_config(options | {"expert_model_parallel_size": 4}), VOCABULARY, CLUSTER, reserve=0
-    )
-    assert isinstance(plan, Plan | Refused) and "formula" not in getattr(plan, "kind", "")
 
 
 def test_a_step_as_a_graph_does_not_wait_for_the_host() -> None:

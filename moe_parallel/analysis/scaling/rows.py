@@ -12,8 +12,6 @@ from moe_parallel.analysis.scaling.measures import Measures
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster
-from moe_parallel.plan.search import Refused, plan_layout
-from moe_parallel.plan.shape import vocabulary_of
 
 NODES_AXIS = "nodes"  # the axis that every study has; the others are varied flags
 
@@ -145,6 +143,8 @@ def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
     if node.gpus * cell.nodes != cell.ranks:
         has = f"{counted(cell.ranks, 'rank')} on {counted(cell.nodes, 'node')}"
         return f"it has {has}, and {node.name} has {node.gpus}"
+    from moe_parallel.plan.search import Refused, plan_layout, vocabulary_of  # imports Megatron
+
     try:
         config = cell.config
         plan = plan_layout(config, vocabulary_of(config), replace(cluster, nodes=cell.nodes))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import OwnWeight, Scoring
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
 )
@@ -88,12 +87,6 @@ class AutonomousSelection(DispatchedSelection):
         width = self.expert_width(hidden_size, ffn_hidden_size)
         return f"{self.width_flag} {max(width - width % multiple, multiple)}"
 
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        own = [OwnWeight("w_free", self.free_experts)] if self.free_experts else []
-        w_down = num_experts * hidden_size * self.aoe_low_rank_size
-        own.append(OwnWeight("w_down", w_down, gathered=self.aoe_gather_w_down))
-        return own + super().own_weights(hidden_size, num_experts, expert_width)
-
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         rank = self.aoe_low_rank_size
         down = num_experts * hidden_size * rank
@@ -109,22 +102,6 @@ class AutonomousSelection(DispatchedSelection):
         scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
         gathered = self.aoe_gather_w_down * num_experts * hidden_size * self.aoe_low_rank_size
         return ProductWeights(scores + gathered, experts - gathered)
-
-    def planned_scores(self, config: Config) -> Scoring:
-        greatest = self.chooses_greatest
-        return Scoring(
-            self.aoe_low_rank_size,
-            self.aoe_gather_w_down,
-            self.aoe_send_activations and greatest,
-            self.aoe_recompute_scores,
-            self.aoe_recompute_gate,
-            self.aoe_gradient == "full",
-            joins_norms=self.may_join_norms(
-                fp8=config.fp8.fp8_format is not None,
-                capacity=config.moe.moe_expert_capacity_factor is not None,
-            ),
-            passes_on_c=greatest,
-        )
 
     @property
     def chooses_greatest(self) -> bool:

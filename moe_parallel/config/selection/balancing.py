@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import shown
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import (
-    LOAD,
-    LOAD_OF_SEQUENCES,
-    LOSS,
-    PROBABILITIES,
-    KeptTensor,
-)
 from moe_parallel.config.selection.selection import Selection
 from moe_parallel.config.selection.time_constant import (
     MEMORY_OF_A_RUN,
@@ -59,16 +52,6 @@ class Balancing(Selection):
     @property
     def by_sequence(self) -> bool:
         return self.moe_router_load_balancing_type == "seq_aux_loss" or super().by_sequence
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        kept = super().kept_by_losses()
-        if not self.moe_aux_loss_coeff:
-            return kept
-        of_sequences = self.moe_router_load_balancing_type == "seq_aux_loss"
-        kept += [PROBABILITIES, LOAD_OF_SEQUENCES if of_sequences else LOAD, LOSS]
-        if self.free_experts:
-            kept.append(KeptTensor("weights of the terms of the loss", column=4))
-        return kept
 
     @property
     def uses_step_load(self) -> bool:
@@ -158,24 +141,9 @@ class BiasBalancing(Selection):
         options = {"moe_router_bias_update_rate": rate, "moe_router_bias_ema": ema}
         return replace(super().rescaled(config), **options)
 
-    def step_sums(self, num_experts: int) -> list[int]:
-        return super().step_sums(num_experts) + ([8 * (num_experts + 1)] if self._solves else [])
-
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        state = super().state_bytes(num_experts, vocabulary)
-        if not self.moe_router_enable_expert_bias:
-            return state
-        of_error = 4 * num_experts if self.moe_router_bias_update == "id" else 0
-        of_mean = 8 * (num_experts + 1) if self._solves else 0
-        return state + 4 * (num_experts + self.free_experts) + of_error + of_mean
-
     @property
     def _solves(self) -> bool:
         return self.moe_router_enable_expert_bias and self.moe_router_bias_update == "quantile"
-
-    @property
-    def gathers_scores(self) -> bool:
-        return self._solves or super().gathers_scores
 
     def _bias_rate(self, config: Config) -> float:
         rate = self.moe_router_bias_update_rate

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag, shown
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import PROBS, KeptTensor, OwnWeight, Target
 from moe_parallel.config.selection.parts import DispatchedSelection
 from moe_parallel.config.selection.selection import FreeKinds, LayerWeights
 from moe_parallel.errors import InputError
@@ -61,13 +60,6 @@ class FreeExperts(DispatchedSelection):
         """The number of weights of the free experts of one layer, those of their scores too."""
         constants = self.moe_constant_experts * 3 * hidden_size
         return self.free_experts * self.weights_per_score(hidden_size) + constants
-
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        own, constants = [], self.moe_constant_experts
-        if constants:
-            own.append(OwnWeight("w_constant", 2 * constants * hidden_size))
-            own.append(OwnWeight("v_constant", constants * hidden_size))
-        return own + super().own_weights(hidden_size, num_experts, expert_width)
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
@@ -127,37 +119,6 @@ class FixedFreeExperts(FreeExperts):
     def mean_choices(self) -> float | None:
         """K_e; None: free experts take a share that is known only in training."""
         return self.moe_ffn_experts_per_token if self.free_experts else super().mean_choices
-
-    def target_choices(self, num_experts: int) -> Target | None:
-        """Where the bias or the load-balancing loss holds the choices of free experts."""
-        if not self.free_experts:
-            return super().target_choices(num_experts)
-        if self.moe_ffn_experts_per_token is not None:
-            return Target("--moe-ffn-experts-per-token", self.moe_ffn_experts_per_token)
-        n, free, k = num_experts, self.free_experts, self.choices_per_token or 0
-        if getattr(self, "moe_router_enable_expert_bias", False):
-            return Target("--moe-router-topk, with equal loads of all columns", k * n / (n + free))
-        if getattr(self, "moe_aux_loss_coeff", 0):
-            tau = self.moe_free_expert_tau
-            mean = k * tau * n / (tau * n + free)
-            return Target("--moe-router-topk and --moe-free-expert-tau", mean)
-        return None
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        kept = super().kept_by_rule()
-        return None if kept is None else self._without_zero_experts(kept)
-
-    def _without_zero_experts(self, kept: list[KeptTensor]) -> list[KeptTensor]:
-        """What a rule keeps whose probs are divided by their sum without zero experts."""
-        if self.moe_zero_expert_gate == "keep":
-            return kept
-        whole = KeptTensor("probs with those of zero experts", slot=4)
-        return [
-            *(whole if each == PROBS else each for each in kept),
-            KeptTensor("choices of zero experts", slot=1),
-            KeptTensor("probs without those of zero experts", slot=4),
-            KeptTensor("sums of the probs", token=4),
-        ]
 
     def _of_free_experts(self) -> tuple[str, ...]:
         return (*super()._of_free_experts(), "moe_ffn_experts_per_token", "moe_zero_expert_gate")

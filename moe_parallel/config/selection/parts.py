@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.forced_routing import FORMS, parse_forced_routing
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    PROBABILITIES,
-    PROBS,
-    SCORES,
-    KeptTensor,
-)
 from moe_parallel.config.selection.selection import (
     LayerWeights,
     Selection,
@@ -172,9 +165,6 @@ class FixedNumber(Selection):
     @property
     def renormalizes(self) -> bool:
         return True
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        return [SCORES, EXPERTS, PROBS] if self.renormalizes else [PROBABILITIES, EXPERTS]
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)

@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import (
-    LOSS,
-    SCORES,
-    KeptTensor,
-    OwnWeight,
-)
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
 )
@@ -111,23 +105,6 @@ class RoutedSelection(DispatchedSelection):
         if self.moe_gate_low_rank_size is None:
             return ffn_hidden_size
         return aoe_wide_size(hidden_size, ffn_hidden_size, self.moe_gate_low_rank_size)
-
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        scores, h = num_experts + self.free_experts, self.moe_router_hidden_size
-        sizes = [scores * hidden_size] if h is None else [h * hidden_size, scores * h]
-        own = [OwnWeight("w_router", size, in_fp32=True) for size in sizes]
-        if self.moe_gate_low_rank_size is not None:
-            w_down = num_experts * hidden_size * self.moe_gate_low_rank_size
-            own.append(OwnWeight("w_down", w_down))
-        return own + super().own_weights(hidden_size, num_experts, expert_width)
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        kept = super().kept_by_losses()
-        if self.moe_z_loss_coeff:
-            kept += [SCORES, KeptTensor("logsumexp of the scores", token=4), LOSS]
-        if self.moe_erc_loss_coeff:
-            kept.append(LOSS)
-        return kept
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         weights = super().layer_weights(hidden_size, num_experts, expert_width)

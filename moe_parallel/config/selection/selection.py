@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from moe_parallel.config.message import flag, shown
 from moe_parallel.config.section import Section
-from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, PlannedScores, Target
 from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.errors import InputError
 
@@ -118,45 +117,15 @@ class Selection(Section):
         """The shared expert. None: there is none."""
         return None
 
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        """The weights that a layer holds besides its experts, in the order of its parameters."""
-        return []
-
     def dispatched_width(self, expert_width: int, num_experts: int) -> int:
         """The inner width of the part of an expert that computes the chosen tokens."""
         return expert_width
-
-    def planned_scores(self, config: Config) -> PlannedScores | None:
-        """How the experts compute their scores. None: a router does."""
-        return None
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        """What the rule keeps for the backward pass. None: plans do not know the system."""
-        return None
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        """What the losses on the routing keep for the backward pass."""
-        return []
 
     @property
     def losses_of_all_scores(self) -> list[str]:
         """The options of losses that are on and have a gradient through scores of other experts
         than the chosen ones."""
         return []
-
-    def target_choices(self, num_experts: int) -> Target | None:
-        """The mean number of experts per token at which training aims. None: no such aim."""
-        return None
-
-    def step_sums(self, num_experts: int) -> list[int]:
-        """Bytes of the sums over all ranks of a pipeline stage after each step, for a layer."""
-        return [8 * (num_experts + self.free_experts + 1)] if self.uses_step_load else []
-
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        """Bytes of the numbers of a layer that are not weights and remain from step to step."""
-        scores = num_experts + self.free_experts
-        load = 4 * scores + 8 * (scores + 1) if self.uses_step_load else 0
-        return load + (0 if self.controlled is None else 4 + 16)
 
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
@@ -277,11 +246,6 @@ class Selection(Section):
     def replay_folder(self) -> str | None:
         """The folder whose choices training takes. None: the rule chooses."""
         return None
-
-    @property
-    def gathers_scores(self) -> bool:
-        """Whether what moves after a step needs the scores of whole micro-batches."""
-        return False
 
     @property
     def controlled(self) -> str | None:

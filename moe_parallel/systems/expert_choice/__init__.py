@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.autonomous import AutonomousSelection
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    PROBABILITIES,
-    SCORES,
-    KeptTensor,
-)
 from moe_parallel.config.selection.routed import RoutedSelection
 from moe_parallel.config.selection.selection import (
     Selection,
@@ -44,9 +38,6 @@ class ExpertsChoose(Selection):
     @property
     def experts_take(self) -> float:
         return self.moe_expert_choice_capacity_factor
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        return [SCORES if self.moe_expert_choice_scores == "raw" else PROBABILITIES, EXPERTS]
 
     @property
     def warning(self) -> str:

@@ -22,10 +22,6 @@ class HashSelection(FixedNumber, RoutedSelection, system="hash"):
     def renormalizes(self) -> bool:
         return self.moe_router_topk > 1
 
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        table = 8 * vocabulary * self.moe_router_topk
-        return super().state_bytes(num_experts, vocabulary) + table
-
     @property
     def reads_token_ids(self) -> bool:
         return True

@@ -90,9 +90,6 @@ class SegmentExpertChoiceSelection(
         ExpertsChoose, "moe_expert_choice_scores", "softmax"
     )
 
-    def kept_by_rule(self) -> None:
-        return None
-
     @property
     def warning(self) -> str:
         return (

@@ -6,14 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    LOAD,
-    LOSS,
-    PROBS_OF_ALL,
-    KeptTensor,
-    Target,
-)
 from moe_parallel.config.selection.routed import RoutedSelection
 from moe_parallel.config.selection.selection import (
     check_at_most_all,
@@ -60,17 +52,6 @@ class ReLUSelection(RoutedSelection, system="relu"):
     @property
     def controlled(self) -> str:
         return "l1_coefficient"
-
-    def target_choices(self, num_experts: int) -> Target:
-        at_first = "in the first steps tokens have about half of all experts"
-        return Target("--moe-relu-target-experts", self.moe_relu_target_experts, at_first)
-
-    def kept_by_rule(self) -> list[KeptTensor]:
-        return [PROBS_OF_ALL, EXPERTS]
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        bins = KeptTensor("experts of the choices, from 1", slot=8)
-        return [*super().kept_by_losses(), bins, LOAD, LOSS]
 
     def initial_coefficient(self, train_iters: int | None) -> float:
         """lambda in the first step of a run of so many iterations. None: no run."""

@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.autonomous import AutonomousSelection
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    LOAD,
-    LOSS,
-    PROBS_OF_ALL,
-    KeptTensor,
-    OwnWeight,
-    Target,
-)
 from moe_parallel.config.selection.selection import (
     LayerWeights,
     ProductWeights,
@@ -89,28 +80,6 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
     @property
     def controlled(self) -> str:
         return "balance_coefficient"
-
-    def target_choices(self, num_experts: int) -> Target:
-        at_first = "in the first steps tokens have all experts"
-        return Target("--routing-free-target-experts", self.routing_free_target_experts, at_first)
-
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        own = super().own_weights(hidden_size, num_experts, expert_width)
-        return [*own, OwnWeight("b", num_experts)]
-
-    def kept_by_rule(self) -> list[KeptTensor]:
-        if self.routing_free_gate == "norm":
-            return [KeptTensor("norms less the biases", score=4), EXPERTS]
-        return [PROBS_OF_ALL, KeptTensor("experts that are not chosen", score=1), EXPERTS]
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        return [
-            *super().kept_by_losses(),
-            KeptTensor("choices as 0 and 1", score=4, token=4),  # a column for empty slots
-            KeptTensor("mean choices of the tokens", token=4),
-            LOAD,
-            LOSS,
-        ]
 
     def product_weights(
         self, hidden_size: int, num_experts: int, expert_width: int

@@ -9,12 +9,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.autonomous import AutonomousSelection
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    PROBS_OF_ALL,
-    KeptTensor,
-    Target,
-)
 from moe_parallel.config.selection.routed import RoutedSelection
 from moe_parallel.config.selection.selection import (
     Selection,
@@ -72,28 +66,6 @@ class Cutoffs(Selection):
     @property
     def adds_bias(self) -> bool:
         return True
-
-    @property
-    def gathers_scores(self) -> bool:
-        return self.moe_threshold_update == "quantile"
-
-    def target_choices(self, num_experts: int) -> Target:
-        return Target("--moe-threshold-target-experts", self.moe_threshold_target_experts)
-
-    def kept_by_rule(self) -> list[KeptTensor]:
-        return [PROBS_OF_ALL, EXPERTS]
-
-    def step_sums(self, num_experts: int) -> list[int]:
-        return [*super().step_sums(num_experts), self._mean_bytes(num_experts)]
-
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        weight = 4 if self.gathers_scores else 0
-        own = 4 * num_experts + weight + self._mean_bytes(num_experts)
-        return super().state_bytes(num_experts, vocabulary) + own
-
-    def _mean_bytes(self, num_experts: int) -> int:
-        """Of the sums over a step: the quantiles and their number, or the number of tokens."""
-        return 8 * (num_experts + 1) if self.gathers_scores else 8
 
     def ema(self, train_iters: int | None) -> float:
         """beta in a run of so many iterations; None: no run trains the layer."""

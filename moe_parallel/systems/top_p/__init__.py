@@ -10,13 +10,6 @@ from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.balancing import Balancing
 from moe_parallel.config.selection.free_experts import FreeExperts
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    LOSS,
-    PROBABILITIES,
-    KeptTensor,
-    Target,
-)
 from moe_parallel.config.selection.parts import (
     TokensChoose,
 )
@@ -90,36 +83,10 @@ class DynamicChoices(TokensChoose):
     def controlled(self) -> str | None:
         return None if self.moe_top_p_target_experts is None else "top_p"
 
-    def target_choices(self, num_experts: int) -> Target | None:
-        k = self.moe_top_p_target_experts
-        return None if k is None else Target("--moe-top-p-target-experts", k)
-
-    def kept_by_rule(self) -> list[KeptTensor]:
-        kept = [PROBABILITIES, EXPERTS]
-        if self.moe_top_p_renormalize:
-            kept += [
-                KeptTensor("empty slots", slot=1),
-                KeptTensor("probs before division", slot=4),
-                KeptTensor("sums of the probs", token=4),
-            ]
-        return kept
-
     @property
     def losses_of_all_scores(self) -> list[str]:
         own = ["moe_entropy_loss_coeff"] if self.moe_entropy_loss_coeff else []
         return super().losses_of_all_scores + own
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        kept = super().kept_by_losses()
-        if self.moe_entropy_loss_coeff:
-            above_0 = KeptTensor("probabilities above 0", score=4)
-            logarithms = KeptTensor("logarithms of the probabilities", score=4)
-            kept += [PROBABILITIES, above_0, logarithms, LOSS]
-        return kept
-
-    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        of_integral = 0 if self.controlled is None else 4
-        return super().state_bytes(num_experts, vocabulary) + of_integral
 
     def time_constants(self, config: Config) -> list[TimeConstant]:
         """That of p is (1 + K_p) / K_i, where the experts are equally probable."""

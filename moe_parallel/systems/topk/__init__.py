@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.free_experts import FixedFreeExperts
-from moe_parallel.config.selection.kept import (
-    EXPERTS,
-    PROBS,
-    SCORES,
-    KeptTensor,
-)
 from moe_parallel.config.selection.parts import (
     FixedChoices,
 )
@@ -56,26 +50,6 @@ class TopKSelection(
     @property
     def renormalizes(self) -> bool:
         return self.moe_router_topk > 1 and not self.moe_router_pre_softmax
-
-    def kept_by_rule(self) -> list[KeptTensor] | None:
-        if self.moe_router_score_function == "softmax":
-            return super().kept_by_rule()
-        return self._without_zero_experts([SCORES, EXPERTS, PROBS, *self._logarithms()])
-
-    def _logarithms(self) -> list[KeptTensor]:
-        """What the logarithms of the sigmoids of several choices keep."""
-        if self.moe_router_topk == 1:
-            return []
-        return [
-            KeptTensor("scores of the choices", slot=4),
-            KeptTensor("exponentials of the scores of the choices", slot=4),
-        ]
-
-    def kept_by_losses(self) -> list[KeptTensor]:
-        kept = super().kept_by_losses()
-        if self.moe_router_score_function == "sigmoid" and self.moe_aux_loss_coeff:
-            kept += [SCORES, KeptTensor("exponentials of the scores", score=4)]
-        return kept
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)

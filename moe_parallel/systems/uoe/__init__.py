@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.kept import (
-    Neurons,
-    OwnWeight,
-)
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     FixedChoices,
@@ -77,21 +73,6 @@ class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, 
         gates = (NormalDist(0, std).inv_cdf((place + 0.5) / 1000) for place in range(1000))
         of_silu = fmean((gate / (1 + math.exp(-gate))) ** power for gate in gates)
         return of_silu * of_normal if self.uoe_norm_of == "activation" else of_silu
-
-    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        of_one_matrix = num_experts * hidden_size * self.routing_neurons(expert_width, num_experts)
-        own = [
-            OwnWeight("w_neurons_gate_up", 2 * of_one_matrix),
-            OwnWeight("w_neurons_out", of_one_matrix),
-        ]
-        return own + super().own_weights(hidden_size, num_experts, expert_width)
-
-    def planned_scores(self, config: Config) -> Neurons:
-        return Neurons(
-            self.routing_neurons(config.expert_width, config.num_experts),
-            self.uoe_gate_routing,
-            copied=config.training.bf16 or self.uoe_norm_of == "silu",
-        )
 
     def dispatched_width(self, expert_width: int, num_experts: int) -> int:
         return expert_width - self.routing_neurons(expert_width, num_experts)

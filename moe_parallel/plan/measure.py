@@ -1,0 +1,493 @@
+"""What the parts of a model hold, keep, compute and send: counted in the real model on nothing.
+
+The model is built with two layers of each kind, without storage, for one rank of a process group
+that moves no data, and takes a forward and a backward pass of a micro-batch with fake tensors: they
+have shapes and types, and no numbers. So a plan is right for a system of which it knows nothing.
+Only what depends on numbers is given: loads are balanced, and the mean number of experts of a token
+is an argument.
+
+    parts = measure(config, vocabulary, mean_choices)
+    parts.layers[True].kept        # bytes that an MoE layer keeps of a micro-batch
+
+A layer is the same in every layout that divides it in the same way, so one measurement serves all
+numbers of data-parallel ranks, of pipeline stages and of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from moe_parallel.config import Config, ParallelConfig
+from moe_parallel.layers import ExpertLayer
+from moe_parallel.model import attention
+from moe_parallel.model.forward import share_of
+from moe_parallel.model.gpt import build_chunks
+from moe_parallel.model.parameters import NamedDevicesAreMeta, without_random_states
+from moe_parallel.ops import select_backend
+from moe_parallel.ops.types import RowMap
+from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
+from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.telemetry.statistics import RoutingStatistics
+
+#: Megatron-Core sums the gradients of these norms over tp.
+_HEAD_NORMS = ("q_layernorm", "k_layernorm")
+_STRIP: Any = attention._strip
+#: The kinds of operators that a plan times by shares of their own; all others move memory.
+LINEAR, EXPERTS, ATTENTION, OTHER = "linear", "experts", "attention", "other"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as one rank holds it."""
+
+    name: str
+    size: int  # in numbers
+    expert: bool  # divided over ep and etp
+    over_tp: bool  # its gradient is summed over tp at the end of a step
+    table: bool = False  # of the vocabulary, of which tied embeddings have two uses
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank gives to one collective of torch.distributed."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
+    size: int  # bytes; of an all-to-all without what stays
+    ranks: int  # of the group; 0: all that route in the layer, whatever their number
+    stride: int
+
+
+@dataclass
+class Part:
+    """A part of a model, on one rank and for one micro-batch."""
+
+    weights: list[Weight] = field(default_factory=list)
+    state: int = 0  # bytes of numbers that are not weights and remain from step to step
+    largest: int = 0  # bytes of the results of the operator with the largest ones
+    kept: int = 0  # bytes that the forward pass keeps for the backward pass
+    messages: Counter[Message] = field(default_factory=Counter)  # of both passes
+    after_step: Counter[Message] = field(default_factory=Counter)
+    #: (kind, FLOPs, bytes read and written) of each operator.
+    forward: list[tuple[str, float, int]] = field(default_factory=list)
+    backward: list[tuple[str, float, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of which every stage of a model is made."""
+
+    embedding: Part
+    shared: int  # bytes that a chunk keeps once for all its layers and micro-batches
+    layers: dict[bool, Part]  # by whether it has experts
+    head: Part
+
+
+def measure(config: Config, vocabulary: int, mean_choices: float | None) -> Parts:
+    """Count the parts of a model, as one rank of its layout has them.
+
+    Args:
+        config: a valid configuration.
+        vocabulary: of the model, padded.
+        mean_choices: the mean number of experts of a token; None: K.
+
+    Raises InputError for what cannot run without data.
+    """
+    kinds = sorted(set(config.moe_layers))
+    moe, training, given = config.moe, config.training, config.parallel
+    if len(kinds) == 2:
+        moe = replace(moe, moe_layer_freq="[0]*2+[1]*2")
+    small = Config(
+        model=replace(config.model, num_layers=2 * len(kinds)),
+        moe=moe,
+        selection=config.selection,
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=given.tensor_model_parallel_size,
+            context_parallel_size=given.context_parallel_size,
+            sequence_parallel=given.sequence_parallel,
+            expert_model_parallel_size=given.expert_model_parallel_size,
+            expert_tensor_parallel_size=given.expert_tensor_parallel_size,
+            moe_dispatch_parts=given.moe_dispatch_parts,
+        ),
+        # A GPU's chunks of the loss, and the rest of what a step is made of does not matter.
+        training=replace(
+            training,
+            global_batch_size=training.micro_batch_size,
+            loss_chunk_size=training.tokens_of_loss_chunk("cuda"),
+        ),
+    )
+    return _measured(small, vocabulary, mean_choices)
+
+
+@functools.lru_cache(maxsize=4096)
+def _measured(config: Config, vocabulary: int, mean_choices: float | None) -> Parts:
+    parallel = config.parallel
+    of_tokens = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    of_experts = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+    # Twice what is needed, so that no data-parallel group is of one.
+    with _fake_world(2 * math.lcm(of_tokens, of_experts)):
+        counted = _count(config, vocabulary, mean_choices)
+    kinds = sorted(set(config.moe_layers))
+    layers = {is_moe: counted["layer", 2 * place + 1] for place, is_moe in enumerate(kinds)}
+    shared = counted["layer", 0].kept - layers[kinds[0]].kept
+    return Parts(counted["embedding", 0], shared, layers, counted["head", 0])
+
+
+@contextlib.contextmanager
+def _fake_world(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of a default group whose messages move nothing."""
+    new_group = dist.new_group
+    assert not dist.is_initialized(), "a plan needs a process without torch.distributed"
+    adapt_megatron_to_cpu()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        # Megatron-Core makes some groups with gloo, which needs all ranks.
+        with mock.patch.object(
+            dist, "new_group", lambda *a, **named: new_group(*a, **(named | {"backend": "fake"}))
+        ):
+            yield
+    finally:
+        destroy_groups()
+        dist.destroy_process_group()
+
+
+def _even_sizes(sizes: Tensor, rows: int) -> list[Any]:
+    """As many rows to and from each rank and part: nested lists of the shape of `sizes`."""
+    places = sizes[0].numel()
+    numbers = [rows // places + (place < rows % places) for place in range(places)]
+
+    def nested(shape: tuple[int, ...], flat: list[int]) -> list[Any]:
+        if len(shape) == 1:
+            return flat
+        each = len(flat) // shape[0]
+        return [nested(shape[1:], flat[n * each : (n + 1) * each]) for n in range(shape[0])]
+
+    return [nested(tuple(sizes.shape[1:]), numbers) for _ in range(2)]
+
+
+def _count(
+    config: Config, vocabulary: int, mean_choices: float | None
+) -> dict[tuple[str, int], Part]:
+    """By part: what a forward and a backward pass of a micro-batch count. Layers from 0."""
+    groups = initialize_groups(config.parallel)
+    seed_ranks(config.training.seed, groups)
+    ops = replace(select_backend("native"), read_sizes=_even_sizes)
+    size = config.model.num_layers, config.moe.num_experts or 1
+    statistics = RoutingStatistics(*size, torch.device("meta"))
+    with NamedDevicesAreMeta(), torch.device("meta"):
+        built: list[Any] = build_chunks(config, vocabulary, groups, statistics, ops=ops)
+    (gpt,) = built
+    chunk = Float16Module(get_model_config(gpt), gpt) if config.training.bf16 else gpt
+    sequences, length = config.training.micro_batch_size, config.training.seq_length
+    with _without_numbers() as fake, fake:
+        _give_fake_weights(chunk)
+        statistics.training = RoutingStatistics(*size, torch.device("cpu")).training
+        tokens_BS = torch.zeros(sequences, length, dtype=torch.int64)
+        batch = {"tokens": tokens_BS, "labels": tokens_BS, "loss_mask": torch.ones(tokens_BS.shape)}
+        mine = share_of(batch, groups.cp)
+        counts = _Counts(gpt, groups.tp_dp_cp, mean_choices)
+        chunk.train()
+        with counts.counting():
+            losses_BS = chunk(
+                mine["tokens"], None, None, labels=mine["labels"], loss_mask=mine["loss_mask"]
+            )
+            counts.end_forward()
+            losses_BS.sum().backward()
+            counts.end_backward()
+            for layer in gpt.modules():
+                if isinstance(layer, ExpertLayer):
+                    counts.at = "layer", layer.layer_number - 1
+                    layer.after_step()
+    return counts.parts
+
+
+@contextlib.contextmanager
+def _without_numbers() -> Iterator[FakeTensorMode]:
+    """Fake tensors, and without the few places where the program reads numbers or random states."""
+    with (
+        without_random_states(),
+        mock.patch.object(torch, "allclose", lambda *_, **named: True),
+    ):
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _give_fake_weights(module: torch.nn.Module) -> None:
+    """Weights and buffers of the same shapes, and attributes, which fake tensors can compute with.
+
+    Inside a FakeTensorMode.
+    """
+    weights: dict[Tensor, torch.nn.Parameter] = {}
+    for each in module.modules():
+        for name, meta in each._parameters.items():
+            if meta is not None and meta not in weights:
+                weights[meta] = torch.nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype))
+                weights[meta].__dict__.update(meta.__dict__)
+            each._parameters[name] = None if meta is None else weights[meta]
+        others = (each._buffers, each.__dict__)  # Megatron-Core's angles are no buffer
+        for held in others:
+            for name, meta in list(held.items()):
+                if isinstance(meta, Tensor):
+                    held[name] = torch.empty(meta.shape, dtype=meta.dtype)
+
+
+class _Saved:
+    """A tensor in autograd's graph; it goes with the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # otherwise the graph would hold itself
+
+
+class _Counts(TorchDispatchMode):
+    """Counts what operators do, by the part of the model that is under way: `at`."""
+
+    def __init__(self, gpt: Any, stage: dist.ProcessGroup, mean_choices: float | None) -> None:
+        super().__init__()
+        self._mean_choices = mean_choices
+        self._num_experts = gpt.config.num_moe_experts or 1
+        self.parts: defaultdict[tuple[str, int], Part] = defaultdict(Part)
+        self.at = ("embedding", 0)
+        self._stage_ranks = stage.size()
+        self._backward = self._after = False
+        self._masks: list[Tensor] = []
+        self._held = {id_of(each) for each in (*gpt.parameters(), *gpt.buffers())}
+        self._saved: weakref.WeakKeyDictionary[_Saved, tuple[str, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._enter(gpt.embedding, ("embedding", 0))
+        for number, layer in enumerate(gpt.decoder.layers):
+            self._enter(layer, ("layer", number))
+        self._enter(gpt.decoder.final_layernorm, ("head", 0))
+        for name, weight in gpt.named_parameters():
+            self.parts[_part_of(name)].weights.append(
+                Weight(
+                    name,
+                    weight.numel(),
+                    not getattr(weight, "allreduce", True),
+                    getattr(weight, "sequence_parallel", False)
+                    or (gpt.config.qk_layernorm and name.split(".")[-2] in _HEAD_NORMS),
+                    "embedding.word" in name or "output_layer" in name,
+                )
+            )
+        for name, buffer in gpt.named_buffers():
+            self.parts[_part_of(name)].state += nbytes_of(buffer)
+
+    def _enter(self, module: torch.nn.Module, part: tuple[str, int]) -> None:
+        """Counts for `part` from the begin of a forward pass of the module on, and in its backward
+        pass, which begins with the gradient of its output."""
+
+        def begin(*_: Any) -> None:
+            self.at = part
+
+        def end(module: Any, given: Any, output: Any) -> None:
+            y = output[0] if isinstance(output, tuple) else output
+            if y.requires_grad:
+                y.register_hook(begin)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        gathered = "moe_parallel.layers.scoring_weight.saved_tensors_hooks"
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        strip = mock.patch.object(attention, "_strip", self._strip)
+        with self, hooks, strip, mock.patch(gathered, self._within):
+            yield
+
+    def _strip(self, *sizes: Any) -> Tensor:
+        """A mask that a CPU's attention has in common in all layers, and a GPU's does not have."""
+        mask: Tensor = _STRIP.__wrapped__(*sizes)
+        self._held.add(id_of(mask))
+        self._masks.append(mask)  # so that no other storage gets its address
+        return mask
+
+    def end_forward(self) -> None:
+        """Adds up the storages that the graph keeps, each for the part that saved it first."""
+        seen = set(self._held)
+        for saved, part in list(self._saved.items()):
+            if id_of(saved.tensor) not in seen:
+                seen.add(id_of(saved.tensor))
+                self.parts[part].kept += saved.tensor.untyped_storage().nbytes()
+        self._backward, self.at = True, ("head", 0)
+
+    def end_backward(self) -> None:
+        self._after = True
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved[saved] = self.at
+        return saved
+
+    def _within(self, pack: Any, unpack: Any) -> saved_tensors_hooks:
+        """Hooks of the program, which torch calls instead of those around them."""
+
+        def pack_both(tensor: Tensor) -> Any:
+            packed = pack(tensor)
+            return self._pack(packed) if isinstance(packed, Tensor) else packed
+
+        def unpack_both(packed: Any) -> Tensor:
+            return unpack(packed.tensor if isinstance(packed, _Saved) else packed)
+
+        return saved_tensors_hooks(pack_both, unpack_both)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.moe_parallel.routing_map.default:
+            result: Any = self._balanced(*args)
+        else:
+            result = func(*args, **(kwargs or {}))
+        part = self.parts[self.at]
+        if func.namespace == "c10d":
+            self._message(part, func._schema.name.removeprefix("c10d::"), args)
+        elif func.namespace in ("aten", "moe_parallel") and not func.is_view:
+            kind, flops = _work(func, args, kwargs or {}, result)
+            made = sum(map(nbytes_of, _tensors(result)))
+            work = kind, flops, made + sum(map(nbytes_of, _tensors((args, kwargs))))
+            if not self._after:
+                (part.backward if self._backward else part.forward).append(work)
+                part.largest = max(part.largest, made)
+        return result
+
+    def _balanced(
+        self, experts_TJ: Tensor, num_experts: int, pad: int | None, all_chosen: bool
+    ) -> RowMap:
+        """A row map with as many rows as tokens have experts on average; J choices or shards."""
+        tokens, slots = experts_TJ.shape
+        rows = tokens * slots
+        if pad is not None:
+            rows = num_experts * pad
+        elif not all_chosen and self._mean_choices is not None:
+            shards = max(1, num_experts // self._num_experts)
+            rows = min(rows, round(tokens * self._mean_choices * shards))
+        new = experts_TJ.new_empty
+        return RowMap(new(rows), new(experts_TJ.shape), new(num_experts))
+
+    def _message(self, part: Part, name: str, args: Any) -> None:
+        kind, place = _COLLECTIVES[name]
+        if kind is None:
+            return
+        group = dist.ProcessGroup.unbox(
+            next(each for each in args if isinstance(each, torch.ScriptObject))
+        )
+        ranks = dist.get_process_group_ranks(group)
+        size = sum(map(nbytes_of, _tensors(args[place])))
+        if kind == "all-to-all":
+            rows = args[1]
+            splits = args[4] or [len(rows) // len(ranks)] * len(ranks)
+            size -= splits[group.rank()] * (nbytes_of(rows) // max(len(rows), 1))
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        of_stage = self._after and len(ranks) == self._stage_ranks
+        message = Message(kind, size, 0 if of_stage else len(ranks), stride)
+        (part.after_step if self._after else part.messages)[message] += 1
+
+
+def id_of(tensor: Tensor) -> int:
+    """What tensors with the same storage have in common."""
+    return tensor.untyped_storage()._cdata
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _tensors(each)
+
+
+def _part_of(name: str) -> tuple[str, int]:
+    """The part that a weight of Megatron-Core's GPTModel belongs to."""
+    words = name.split(".")
+    if words[0] == "embedding":
+        return "embedding", 0
+    return ("layer", int(words[2])) if words[:2] == ["decoder", "layers"] else ("head", 0)
+
+
+#: The kind of a collective by the name of its operator, and which argument has what is sent.
+_COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "allgather_": ("all-gather", 1),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "barrier": (None, 0),
+}
+
+
+def _work(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[str, float]:
+    """The kind and the FLOPs of an operator."""
+    name = func._schema.name.removeprefix("moe_parallel::")
+    if name in _OURS:
+        return _OURS[name](*args)
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return OTHER, 0.0
+    attends = "attention" in name
+    return ATTENTION if attends else LINEAR, float(count(*args, **kwargs, out_val=result))
+
+
+def _product(x: Tensor, w: Tensor, *_: Any) -> tuple[str, float]:
+    return LINEAR, 2.0 * x.shape[0] * x.shape[1] * w.shape[1]
+
+
+def _attends(products: float, q: Tensor, k: Tensor, *_: Any) -> tuple[str, float]:
+    length, sequences, heads, width = q.shape
+    seen = (len(k) + 1) / 2  # keys of a query, on average, with a causal mask
+    return ATTENTION, 2 * products * length * sequences * heads * width * seen
+
+
+def _of_norms(products: float, x: Tensor, w: Tensor) -> tuple[str, float]:
+    return EXPERTS, 2 * products * len(x) * w.numel()
+
+
+def _of_experts(products: float, *args: Any) -> tuple[str, float]:
+    """Each row is multiplied with all matrices of its expert."""
+    rows = next(
+        len(each) for each in args if isinstance(each, Tensor) and each.dtype == torch.int64
+    )
+    weights = [each for each in args if isinstance(each, Tensor) and each.dim() >= 3]
+    return EXPERTS, 2 * products * rows * sum(each[0].numel() for each in weights if len(each))
+
+
+_OURS: dict[str, Callable[..., tuple[str, float]]] = {
+    "product": _product,
+    "attention": partial(_attends, 2),
+    # Backward: the scores again, and the gradients of both products.
+    "attention_backward": lambda dy, q, k, *_: _attends(5, q, k),
+    "norm_topk": lambda x, w, *_: _of_norms(1, x, w),
+    "norm_topk_backward": lambda dnorms, dc, x, w, *_: _of_norms(3, x, w),
+    "grouped_gemm": lambda x, w, counts: (EXPERTS, 2.0 * len(x) * w[0].numel()),
+    "routed_experts": partial(_of_experts, 1),
+    "routed_experts_backward": partial(_of_experts, 2),
+    "autonomous_experts": partial(_of_experts, 1),
+    "autonomous_experts_backward": partial(_of_experts, 2),
+}
