@@ -202,6 +202,30 @@ def test_it_is_exported_if_transformers_can_compute_it(package: Path, tmp_path: 
     )
 
 
+def _own_probs() -> str:
+    from moe_parallel.huggingface.own_rules import rule_fields
+    from moe_parallel.layers import RoutedLayer, Rules, System, register
+    from moe_parallel.selection.topk import TopK
+    from moe_parallel.systems import TopKSelection
+
+    class HalfSelection(TopKSelection, system="half"):
+        pass
+
+    def half(scores_TE, probabilities_TE, experts_TK):
+        return probabilities_TE.gather(1, experts_TK) / 2
+
+    rule = TopK(2, half)
+    register(System(HalfSelection, RoutedLayer, lambda _: Rules(rule, rule)))
+    with pytest.raises(InputError) as refused:
+        rule_fields(HalfSelection(), 4)
+    return str(refused.value)
+
+
+def test_weights_of_its_own_are_not_exported() -> None:
+    (refused,) = run_distributed(1, _own_probs)
+    assert "--expert-selection half is not exported: its rule weights experts by <func" in refused
+
+
 def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
     """The refusal of a layer that exports do not know, and how another package makes it known."""
     sys.path.insert(0, str(package))

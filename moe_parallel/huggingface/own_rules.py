@@ -62,7 +62,13 @@ def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
     if fields_of is None:
         reason = _WHY_NOT.get(kind, f"its rule, {kind.__name__}, has no exported form")
         raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
-    fields = fields_of(rule, num_scores)
+    try:
+        fields = fields_of(rule, num_scores)
+    except KeyError as unknown:
+        raise InputError(
+            f"--load: --expert-selection {selection.system} is not exported: its rule weights "
+            f"experts by {unknown.args[0]!r}, which has no exported form"
+        ) from None
     if selection.reads_token_ids:
         fields["rule"] = "hash"  # a table chooses, and the rule weights
     return fields

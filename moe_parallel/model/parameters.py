@@ -73,7 +73,7 @@ def sizes_of_parts(config: Config, vocab_size: int, groups: Groups) -> dict[str,
     small = replace(
         config,
         model=replace(config.model, num_layers=len(kinds)),
-        moe=replace(config.moe, moe_layer_freq="[0]+[1]") if len(kinds) == 2 else config.moe,
+        moe=replace(config.moe, moe_layer_freq="+".join(f"[{int(moe)}]" for moe in kinds)),
         parallel=replace(
             config.parallel,
             pipeline_model_parallel_size=1,

@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -113,12 +114,11 @@ def measure(config: Config, vocabulary: int, mean_choices: float | None) -> Part
     Raises InputError for what cannot run without data.
     """
     kinds = sorted(set(config.moe_layers))
-    moe, training, given = config.moe, config.training, config.parallel
-    if len(kinds) == 2:
-        moe = replace(moe, moe_layer_freq="[0]*2+[1]*2")
+    training, given = config.training, config.parallel
+    pattern = "+".join(f"[{int(is_moe)}]*2" for is_moe in kinds)
     small = Config(
         model=replace(config.model, num_layers=2 * len(kinds)),
-        moe=moe,
+        moe=replace(config.moe, moe_layer_freq=pattern),
         selection=config.selection,
         parallel=ParallelConfig(
             tensor_model_parallel_size=given.tensor_model_parallel_size,
@@ -225,6 +225,8 @@ def _without_numbers() -> Iterator[FakeTensorMode]:
     """Fake tensors, and without the few places where the program reads numbers or random states."""
     with (
         without_random_states(),
+        # It is made in the first backward pass, and stays.
+        mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
         mock.patch.object(torch, "allclose", lambda *_, **named: True),
     ):
         yield FakeTensorMode(allow_non_fake_inputs=True)
@@ -471,11 +473,10 @@ def _of_norms(products: float, x: Tensor, w: Tensor) -> tuple[str, float]:
 
 def _of_experts(products: float, *args: Any) -> tuple[str, float]:
     """Each row is multiplied with all matrices of its expert."""
-    rows = next(
-        len(each) for each in args if isinstance(each, Tensor) and each.dtype == torch.int64
-    )
-    weights = [each for each in args if isinstance(each, Tensor) and each.dim() >= 3]
-    return EXPERTS, 2 * products * rows * sum(each[0].numel() for each in weights if len(each))
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    slots, _, counts = (each for each in tensors if each.dtype == torch.int64)
+    weights = [each for each in tensors if each.dim() >= 3 and len(each) == len(counts)]
+    return EXPERTS, 2 * products * len(slots) * sum(each[0].numel() for each in weights)
 
 
 _OURS: dict[str, Callable[..., tuple[str, float]]] = {
@@ -484,7 +485,14 @@ _OURS: dict[str, Callable[..., tuple[str, float]]] = {
     # Backward: the scores again, and the gradients of both products.
     "attention_backward": lambda dy, q, k, *_: _attends(5, q, k),
     "norm_topk": lambda x, w, *_: _of_norms(1, x, w),
-    "norm_topk_backward": lambda dnorms, dc, x, w, *_: _of_norms(3, x, w),
+    # Backward: C again, unless it was kept, and the gradients of x and w.
+    "norm_topk_backward": lambda dnorms, dc, x, w, norms, experts, c: _of_norms(
+        3 if c is None else 2, x, w
+    ),
+    "norm_topk_chosen_backward": lambda dnorms, dc, x, w, norms, experts, c, slots, *_: (
+        EXPERTS,
+        2.0 * (3 if c is None else 2) * len(slots) * w[0].numel(),
+    ),
     "grouped_gemm": lambda x, w, counts: (EXPERTS, 2.0 * len(x) * w[0].numel()),
     "routed_experts": partial(_of_experts, 1),
     "routed_experts_backward": partial(_of_experts, 2),

@@ -45,8 +45,8 @@ LOSS = {"tolist in engine.global_loss": 1}
 NORM, TWO_NORMS = ({"item in clip_grads.get_grad_norm_fp32": number} for number in (1, 2))
 
 
-def _sizes_of_messages(micro_batches, reader="all_to_all.dispatch"):
-    return {f"tolist in {reader}": MOE_LAYERS * micro_batches}
+def _sizes_of_messages(micro_batches):
+    return {"tolist in types.read_sizes": MOE_LAYERS * micro_batches}
 
 
 def _number_of_rows(micro_batches):
@@ -89,7 +89,7 @@ STEPS = {name: _of_system(name) for name in SYSTEMS} | {
     "aoe, ep2, two parts": (
         Layout(2, ep=2),
         AOE | {"moe_dispatch_parts": 2},
-        LOSS | TWO_NORMS | _sizes_of_messages(2, "in_parts._routes"),
+        LOSS | TWO_NORMS | _sizes_of_messages(2),
     ),
     "threshold, ep2": (
         Layout(2, ep=2),
