@@ -47,6 +47,7 @@ from moe_parallel.model.parameters import NamedDevicesAreMeta, without_random_st
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.types import RowMap
 from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
+from moe_parallel.platform import device
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
@@ -228,6 +229,8 @@ def _without_numbers() -> Iterator[FakeTensorMode]:
         # It is made in the first backward pass, and stays.
         mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
         mock.patch.object(torch, "allclose", lambda *_, **named: True),
+        # As on a GPU: a CPU without instructions for bf16 would keep copies in fp32.
+        mock.patch.object(device, "multiplies_bf16", lambda x: True),
     ):
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
