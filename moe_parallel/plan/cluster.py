@@ -19,7 +19,7 @@ class Efficiency:
     """The share of a peak that kernels reach. A plan without other measurements uses these.
 
     Five are published figures; `linear` and `memory` were measured by this project on an H200.
-    Those of products are for large ones; `products` lowers them for others.
+    Those of products are for large ones.
 
     linear: 770 to 800 of 989 TFLOP/s, a large bf16 product on H200 (measured).
     experts: 597 of 989 TFLOP/s, a fused expert layer of width 2048 on H100 (SonicMoE, arXiv

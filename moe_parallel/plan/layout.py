@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_parallel.config import Config, recompute
+from moe_parallel.config import Config
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,6 @@ class Layout:
     recompute: bool = False  # every layer's activations
     cp: int = 1
     recompute_modules: tuple[str, ...] = ()  # those of --recompute-modules, one by one
-    # The layers of each chunk in the order of the model, in software that divides them unequally.
-    layers_of_chunks: tuple[int, ...] | None = None
-
-    @property
-    def shared_module(self) -> str:
-        """The module of --recompute-modules with which the shared expert is computed again."""
-        of_layer = recompute.EXPERTS in self.recompute_modules
-        return recompute.EXPERTS if of_layer else recompute.SHARED
 
     @property
     def recompute_granularity(self) -> str | None:
@@ -141,7 +133,7 @@ class Layout:
 
         If all layers are alike, those between the second and the last need no more than the second.
         """
-        alike = len(set(moe_layers)) == 1 and self.layers_of_chunks is None
+        alike = len(set(moe_layers)) == 1
         return sorted({0, min(1, self.pp - 1), self.pp - 1}) if alike else range(self.pp)
 
     def weight_group(self, expert: bool) -> Group:
@@ -150,12 +142,8 @@ class Layout:
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int) -> range:
         """The layers of a chunk of a pipeline rank."""
-        place = chunk * self.pp + stage
-        if self.layers_of_chunks is not None:
-            first = sum(self.layers_of_chunks[:place])
-            return range(first, first + self.layers_of_chunks[place])
         each = num_layers // (self.pp * self.virtual)
-        first = place * each
+        first = (chunk * self.pp + stage) * each
         return range(first, first + each)
 
     def kinds_of_layer(self, moe_layers: Sequence[bool], stage: int, chunk: int) -> Counter[bool]:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.parts import (
-    DispatchedSelection,
-)
+from moe_parallel.config.selection.parts import DispatchedSelection
 from moe_parallel.config.selection.routed import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.selection import LayerWeights, ProductWeights
 from moe_parallel.errors import InputError

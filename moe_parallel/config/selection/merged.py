@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.selection import (
-    Selection,
-)
+from moe_parallel.config.selection.selection import Selection
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

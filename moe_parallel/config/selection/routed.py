@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.parts import (
-    DispatchedSelection,
-)
+from moe_parallel.config.selection.parts import DispatchedSelection
 from moe_parallel.config.selection.selection import LayerWeights, ProductWeights
 from moe_parallel.errors import InputError
 

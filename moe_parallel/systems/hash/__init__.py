@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.selection.parts import (
-    FixedNumber,
-)
+from moe_parallel.config.selection.parts import FixedNumber
 from moe_parallel.config.selection.routed import RoutedSelection
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.selection import (
-    check_at_most_all,
-)
+from moe_parallel.config.selection.selection import check_at_most_all
 from moe_parallel.config.selection.time_constant import (
     MovingCoefficient,
     TimeConstant,

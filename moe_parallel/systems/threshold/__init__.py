@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.selection import (
-    Selection,
-)
+from moe_parallel.config.selection.selection import Selection
 from moe_parallel.config.selection.time_constant import (
     MEMORY_OF_A_RUN,
     TimeConstant,

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.free_experts import FixedFreeExperts
-from moe_parallel.config.selection.parts import (
-    FixedChoices,
-)
+from moe_parallel.config.selection.parts import FixedChoices
 from moe_parallel.config.selection.routed import RoutedSelection
 from moe_parallel.errors import InputError
 

@@ -13,9 +13,7 @@ from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     FixedChoices,
 )
-from moe_parallel.config.selection.selection import (
-    LayerWeights,
-)
+from moe_parallel.config.selection.selection import LayerWeights
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
