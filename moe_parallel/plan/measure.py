@@ -53,9 +53,10 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 
 #: Megatron-Core sums the gradients of these norms over tp.
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")
-_STRIP: Any = attention._strip
 #: The kinds of operators that a plan times by shares of their own; all others move memory.
-LINEAR, EXPERTS, ATTENTION, OTHER = "linear", "experts", "attention", "other"
+LINEAR, FP32, EXPERTS, ATTENTION, OTHER = "linear", "fp32", "experts", "attention", "other"
+#: They write nothing.
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,9 @@ def measure(config: Config, vocabulary: int, mean_choices: float | None) -> Part
     """Count the parts of a model, as one rank of its layout has them.
 
     Args:
-        config: a valid configuration.
+        config: a valid configuration that is `plannable` (search.py).
         vocabulary: of the model, padded.
         mean_choices: the mean number of experts of a token; None: K.
-
-    Raises InputError for what cannot run without data.
     """
     kinds = sorted(set(config.moe_layers))
     training, given = config.training, config.parallel
@@ -272,7 +271,8 @@ class _Counts(TorchDispatchMode):
         self.at = ("embedding", 0)
         self._stage_ranks = stage.size()
         self._backward = self._after = False
-        self._masks: list[Tensor] = []
+        self._masks: dict[Any, Tensor] = {}
+        self._length = gpt.max_sequence_length
         self._held = {id_of(each) for each in (*gpt.parameters(), *gpt.buffers())}
         self._saved: weakref.WeakKeyDictionary[_Saved, tuple[str, int]] = (
             weakref.WeakKeyDictionary()
@@ -315,15 +315,18 @@ class _Counts(TorchDispatchMode):
         gathered = "moe_parallel.layers.scoring_weight.saved_tensors_hooks"
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         strip = mock.patch.object(attention, "_strip", self._strip)
-        with self, hooks, strip, mock.patch(gathered, self._within):
+        # A GPU has one kernel for all queries of a run, where a CPU has one for each strip.
+        run = mock.patch.object(attention, "STRIP", self._length)
+        with self, hooks, strip, run, mock.patch(gathered, self._within):
             yield
 
-    def _strip(self, *sizes: Any) -> Tensor:
+    def _strip(self, keys: int, dtype: torch.dtype) -> Tensor:
         """A mask that a CPU's attention has in common in all layers, and a GPU's does not have."""
-        mask: Tensor = _STRIP.__wrapped__(*sizes)
-        self._held.add(id_of(mask))
-        self._masks.append(mask)  # so that no other storage gets its address
-        return mask
+        if (keys, dtype) not in self._masks:
+            mask = torch.empty(attention.STRIP, keys, dtype=dtype)
+            self._held.add(id_of(mask))
+            self._masks[keys, dtype] = mask  # so that no other storage gets its address
+        return self._masks[keys, dtype]
 
     def end_forward(self) -> None:
         """Adds up the storages that the graph keeps, each for the part that saved it first."""
@@ -367,10 +370,13 @@ class _Counts(TorchDispatchMode):
         elif func.namespace in ("aten", "moe_parallel") and not func.is_view:
             kind, flops = _work(func, args, kwargs or {}, result)
             made = sum(map(nbytes_of, _tensors(result)))
-            work = kind, flops, made + sum(map(nbytes_of, _tensors((args, kwargs))))
+            # The mask is the only tensor that attention has by name.
+            given = args if kind == ATTENTION else (args, kwargs)
+            work = kind, flops, made + sum(map(nbytes_of, _tensors(given)))
             if not self._after:
-                (part.backward if self._backward else part.forward).append(work)
                 part.largest = max(part.largest, made)
+                if func._schema.name.removeprefix("aten::") not in _ALLOCATIONS:
+                    (part.backward if self._backward else part.forward).append(work)
         return result
 
     def _balanced(
@@ -456,18 +462,23 @@ def _work(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[st
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return OTHER, 0.0
-    attends = "attention" in name
-    return ATTENTION if attends else LINEAR, float(count(*args, **kwargs, out_val=result))
+    kind = ATTENTION if "attention" in name else _dense(next(_tensors(args)))
+    return kind, float(count(*args, **kwargs, out_val=result))
 
 
-def _product(x: Tensor, w: Tensor, *_: Any) -> tuple[str, float]:
-    return LINEAR, 2.0 * x.shape[0] * x.shape[1] * w.shape[1]
+def _dense(x: Tensor) -> str:
+    """The kind of a product with x."""
+    return LINEAR if x.dtype == torch.bfloat16 else FP32
 
 
-def _attends(products: float, q: Tensor, k: Tensor, *_: Any) -> tuple[str, float]:
-    length, sequences, heads, width = q.shape
-    seen = (len(k) + 1) / 2  # keys of a query, on average, with a causal mask
-    return ATTENTION, 2 * products * length * sequences * heads * width * seen
+def _product(out: Tensor, x: Tensor, *_: Any) -> tuple[str, float]:
+    return _dense(x), 2.0 * out.numel() * x.shape[-1]
+
+
+def _attends(products: float, axis: int, q: Tensor, k: Tensor, *_: Any) -> tuple[str, float]:
+    """Of the last tokens of a sequence to all before them. `axis`: of the tokens."""
+    seen = k.shape[axis] - (q.shape[axis] - 1) / 2  # keys of a query, on average
+    return ATTENTION, 2 * products * q.numel() * seen
 
 
 def _of_norms(products: float, x: Tensor, w: Tensor) -> tuple[str, float]:
@@ -482,11 +493,26 @@ def _of_experts(products: float, *args: Any) -> tuple[str, float]:
     return EXPERTS, 2 * products * len(slots) * sum(each[0].numel() for each in weights)
 
 
+def _autonomous_backward(*args: Any) -> tuple[str, float]:
+    """C W_up is computed again unless it was kept as g."""
+    kind, flops = _of_experts(2, *args)
+    slots, w_up, g = args[3], args[7], args[14]
+    return kind, flops + (0 if len(g) else 2.0 * len(slots) * w_up[0].numel())
+
+
 _OURS: dict[str, Callable[..., tuple[str, float]]] = {
     "product": _product,
-    "attention": partial(_attends, 2),
+    "attention": partial(_attends, 2, 0),
     # Backward: the scores again, and the gradients of both products.
-    "attention_backward": lambda dy, q, k, *_: _attends(5, q, k),
+    "attention_backward": lambda dy, q, k, *_: _attends(5, 0, q, k),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": partial(_attends, 2, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda dy, q, k, *_: _attends(
+        5, 2, q, k
+    ),
+    "expert_merge": lambda weights, w: (EXPERTS, 2.0 * len(weights) * w.numel()),
+    "expert_merge_backward": lambda dy, weights, w: (EXPERTS, 4.0 * len(weights) * w.numel()),
+    "grouped_outer": lambda x, y, counts: (EXPERTS, 2.0 * x.numel() * y.shape[1]),
+    "grouped_outer_add": lambda total, x, y, counts: (EXPERTS, 2.0 * x.numel() * y.shape[1]),
     "norm_topk": lambda x, w, *_: _of_norms(1, x, w),
     # Backward: C again, unless it was kept, and the gradients of x and w.
     "norm_topk_backward": lambda dnorms, dc, x, w, norms, experts, c: _of_norms(
@@ -500,5 +526,5 @@ _OURS: dict[str, Callable[..., tuple[str, float]]] = {
     "routed_experts": partial(_of_experts, 1),
     "routed_experts_backward": partial(_of_experts, 2),
     "autonomous_experts": partial(_of_experts, 1),
-    "autonomous_experts_backward": partial(_of_experts, 2),
+    "autonomous_experts_backward": _autonomous_backward,
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moe_parallel.model.flops import token_flops
 from moe_parallel.plan.cluster import Cluster
-from moe_parallel.plan.measure import ATTENTION, EXPERTS, LINEAR
+from moe_parallel.plan.measure import ATTENTION, EXPERTS, FP32, LINEAR
 from moe_parallel.plan.stage import (
     GRADIENT_BYTES,
     GRADIENTS,
@@ -115,12 +115,13 @@ def _seconds_of_part(
     peak = node.bf16 if config.training.bf16 else node.fp32
     shares = {
         LINEAR: efficiency.linear,
+        FP32: efficiency.linear,
         EXPERTS: efficiency.experts,
         ATTENTION: efficiency.attention,
     }
     memory, seconds = node.memory_rate * efficiency.memory, 0.0
     for kind, flops, nbytes in work:
-        rate = peak * shares.get(kind, 1.0)
+        rate = (node.fp32 if kind == FP32 else peak) * shares.get(kind, 1.0)
         if kind == EXPERTS and config.fp8.fp8_format is not None and node.fp8 is not None:
             # Grouped products in FP8 are as much below dense ones as those in bf16.
             rate = node.fp8 * efficiency.fp8 * efficiency.experts / efficiency.linear

@@ -16,6 +16,7 @@ from moe_parallel.model.attention import _strip
 from moe_parallel.model.flops import token_flops
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Group, layout_of
+from moe_parallel.plan.measure import ATTENTION, FP32, _measured
 from moe_parallel.plan.search import model_of
 from moe_parallel.plan.stage import SMALL, memory_of_stage, messages_of_stage
 from moe_parallel.training.optimizer_parts import optimizer_parts
@@ -280,10 +281,47 @@ def _flops(cases: dict[str, Options]) -> dict[str, tuple[float, float]]:
 
 def test_flops_are_those_of_the_formula() -> None:
     # Where nothing is computed twice, as C is for the choices of routing_free.
-    names = ("topk", "aoe", "uoe", "shared", "dense", "dense and MoE layers")
+    names = ("topk", "aoe", "uoe", "shared", "lory", "dense", "dense and MoE layers")
     (found,) = run_distributed(1, _flops, each({name: SYSTEMS[name] for name in names}, BF16))
     for name, (counted, formula) in found.items():
         assert counted == pytest.approx(formula, rel=1e-3), name
+
+
+def _work(cases: dict[str, Options]) -> dict[str, dict[str, list[float]]]:
+    """By case and kind: the FLOPs of each operator of a layer. Of "torch": its attention."""
+    dist.destroy_process_group()
+    found = {}
+    for name, options in cases.items():
+        patch = pytest.MonkeyPatch()
+        if "torch" in name:
+            patch.setattr("moe_parallel.model.attention_backends.serves", lambda *_: False)
+        _measured.cache_clear()
+        config = config_of(options)
+        (part,) = model_of(config, VOCABULARY, 2, mean_of(config)).parts.layers.values()
+        patch.undo()
+        found[name] = {}
+        for kind, flops, _ in part.forward + part.backward:
+            found[name].setdefault(kind, []).append(flops)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # for the end
+    return found
+
+
+def test_attention_costs_the_same_on_every_host_and_in_every_share() -> None:
+    """A plan is of GPUs, whatever kernels the CPU has on which it is made."""
+    long = DENSE | BF16 | {"seq_length": 2048, "micro_batch_size": 1}
+    cases = {"ours": long, "torch": long, "ours, cp": long | CP, "torch, cp": long | CP}
+    (found,) = run_distributed(1, _work, cases)
+    whole = sum(found["ours"][ATTENTION])
+    for name, work in found.items():
+        runs = 2 if "cp" in name else 1  # of neighboring tokens in a share
+        assert sum(work[ATTENTION]) * runs == whole > 0, name
+        assert len(work[ATTENTION]) == 2 * runs, name  # forward and backward, not in strips
+
+
+def test_a_router_multiplies_in_fp32() -> None:
+    (found,) = run_distributed(1, _work, {"topk": BF16})
+    tokens, d, n, passes = 4 * 32, 64, 4, 3
+    assert sum(found["topk"][FP32]) == passes * 2 * tokens * d * n
 
 
 def test_a_system_that_nobody_declared() -> None:
