@@ -154,14 +154,19 @@ class DispatchedLayer(ExpertLayer):
             part = self.context.groups.tp.rank() if len(parts_BS) > 1 else 0
             ids_T = parts_BS[part].t().flatten()
         context, dp, iteration = self.context, self.context.groups.dp, self.context.iteration()
-        micro_batch = self._micro_batches.next(iteration) if self.training else 0
+        training, with_gradients = self.training, torch.is_grad_enabled()
+
+        def find_first() -> int:
+            counted = self._micro_batches.next(iteration, with_gradients) if training else 0
+            return (counted * dp.size() + dp.rank()) * sequences
+
         return SplitTokens(
             sequences,
             ranks,
             cp_size=context.groups.cp.size(),
             layer=self.layer_number,
             iteration=iteration,
-            first_sequence=(micro_batch * dp.size() + dp.rank()) * sequences,
+            find_first=find_first,
             seed=context.seed,
             ids_T=ids_T,
         )
@@ -180,7 +185,7 @@ class DispatchedLayer(ExpertLayer):
         computed, probs_TZ = (kept, None) if self.free is None else self.free.divided(kept)
         y_TD, wire_bytes, rows = self._compute_dispatched(x_TD, computed, pad_rows_per_expert)
         if routes:
-            self.context.progress.rows += rows
+            self.context.progress.received(rows)
         totals = self.context.statistics.recipient()
         if totals is not None:
             self._record(totals, choices, kept, losses, wire_bytes + self.wire_bytes_of_scores)
@@ -329,14 +334,14 @@ class MicroBatches:
 
     def __init__(self) -> None:
         self._iteration = -1
-        self._met = [0, 0]
+        self._met = {False: 0, True: 0}  # passes without gradients, and with
 
-    def next(self, iteration: int) -> int:
+    def next(self, iteration: int, with_gradients: bool) -> int:
         """The number of the micro-batch that the layer meets now, in training."""
         if iteration != self._iteration:
-            self._iteration, self._met = iteration, [0, 0]
-        self._met[torch.is_grad_enabled()] += 1
-        return self._met[torch.is_grad_enabled()] - 1
+            self._iteration, self._met = iteration, {False: 0, True: 0}
+        self._met[with_gradients] += 1
+        return self._met[with_gradients] - 1
 
 
 @dataclass(frozen=True)

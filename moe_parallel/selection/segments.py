@@ -185,7 +185,7 @@ class BySegment:
             tokens.num_sequences,
             layer=tokens.layer,
             iteration=tokens.iteration,
-            first_sequence=tokens.first_sequence,
+            find_first=lambda: tokens.first_sequence,
             seed=tokens.seed,
         )
         chosen = self.rule(judged_GBE.flatten(0, 1), segments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -23,11 +25,17 @@ class Tokens:
     num_sequences: int  # B
     layer: int = field(default=1, kw_only=True)  # that routes them; its number in the model, from 1
     iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
-    #: Its first sequence among those of the step, over all data-parallel ranks, from 0.
-    first_sequence: int = field(default=0, kw_only=True)
+    #: Counts `first_sequence`, at its first reader: torch.compile would compile a number that every
+    #: pass reads and changes again and again.
+    find_first: Callable[[], int] = field(default=int, kw_only=True, compare=False, repr=False)
     seed: int = field(default=0, kw_only=True)  # of the run
     #: int64: the ids of the T tokens, if the system reads them.
     ids_T: torch.Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    @cached_property
+    def first_sequence(self) -> int:
+        """Its first sequence among those of the step, over all data-parallel ranks, from 0."""
+        return self.find_first()
 
     @property
     def num_shares(self) -> int:

@@ -120,6 +120,11 @@ class Progress:
         self._at = (iteration, 0, Phase.STEP, Phase.STEP)
         self._marks = [(Phase.STEP, self.clock.read())]
 
+    def received(self, rows: int) -> None:
+        """The experts of this rank received `rows`. Outside a step nobody counts them."""
+        if self._marks is not None:
+            self.rows += rows
+
     def end_step(self) -> None:
         """The step is over. Does not wait for the device."""
         assert self._marks is not None

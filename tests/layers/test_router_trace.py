@@ -29,16 +29,16 @@ class Ends(Tokens):
 
 def test_micro_batches_are_counted_by_step_and_pass() -> None:
     counted = MicroBatches()
-    with torch.no_grad():  # the first passes of a recomputation come before their second passes
-        assert [counted.next(0) for _ in range(2)] == [0, 1]
-    assert [counted.next(0) for _ in range(2)] == [0, 1]
-    assert counted.next(1) == 0  # a new step
+    # The first passes of a recomputation come before their second passes.
+    assert [counted.next(0, with_gradients=False) for _ in range(2)] == [0, 1]
+    assert [counted.next(0, with_gradients=True) for _ in range(2)] == [0, 1]
+    assert counted.next(1, with_gradients=True) == 0  # a new step
 
 
 def test_choices_have_their_places_in_the_global_batch() -> None:
     recorder = Recorder()
     experts_TK = torch.tensor([[0, 1], [2, 3], [4, 5], [6, -1]])  # [S, B] flattened
-    recorder.add(Ends(2, layer=7, first_sequence=6), experts_TK)
+    recorder.add(Ends(2, layer=7, find_first=lambda: 6), experts_TK)
     experts_NSK = torch.zeros(8, 4, 2, dtype=torch.int32)
     recorder.take(7, experts_NSK)
     # Positions 0 and 3.
@@ -69,10 +69,10 @@ def replay() -> Replay:
 
 
 def test_replayed_choices_are_those_of_the_place() -> None:
-    chosen_TK = replay().choices(Ends(2, layer=4, first_sequence=6), 4, 1)
+    chosen_TK = replay().choices(Ends(2, layer=4, find_first=lambda: 6), 4, 1)
     assert chosen_TK.tolist() == [[160], [170], [163], [173]]
     assert chosen_TK.dtype == torch.int64
-    every_second = replay().choices(Tokens(1, layer=2, first_sequence=6), 2, 2)
+    every_second = replay().choices(Tokens(1, layer=2, find_first=lambda: 6), 2, 2)
     assert every_second.tolist() == [[60], [62]]
 
 

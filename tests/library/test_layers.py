@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_parallel import AoE, RoutedMoE
 from moe_parallel.systems import RoutingFreeSelection, TopKSelection
@@ -192,8 +193,11 @@ def test_the_router_is_fp32_under_autocast() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_whole(kind: str) -> None:
-    """One graph, and exactly the eager numbers. The backend generates no code: that is slow."""
+    """One graph for all steps, and exactly the eager numbers. The backend generates no code: that
+    is slow."""
     moe, x = small(kind), torch.randn(2, 5, 16)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, backend=backend, fullgraph=True)
 
     def step(forward: Any) -> list[torch.Tensor]:
         moe.zero_grad()
@@ -201,11 +205,11 @@ def test_compiled_whole(kind: str) -> None:
         (y.square().mean() + moe.aux_loss).backward()
         return [y, moe.aux_loss, *(weight.grad for weight in moe.parameters())]
 
-    eager = step(moe)
-    for got, expected in zip(
-        step(torch.compile(moe, backend="aot_eager", fullgraph=True)), eager, strict=True
-    ):
-        assert torch.equal(got, expected)
+    for _ in range(3):
+        for got, expected in zip(step(compiled), step(moe), strict=True):
+            assert torch.equal(got, expected)
+        moe.after_step()
+    assert backend.frame_count == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
