@@ -153,20 +153,20 @@ class DispatchedLayer(ExpertLayer):
             parts_BS = self.token_ids_BS.split(length, 1)  # one for each tensor-parallel rank
             part = self.context.groups.tp.rank() if len(parts_BS) > 1 else 0
             ids_T = parts_BS[part].t().flatten()
-        context, dp, iteration = self.context, self.context.groups.dp, self.context.iteration()
+        context, dp = self.context, self.context.groups.dp
         training, with_gradients = self.training, torch.is_grad_enabled()
 
-        def find_first() -> int:
+        def find_place() -> tuple[int, int]:
+            iteration = context.iteration()
             counted = self._micro_batches.next(iteration, with_gradients) if training else 0
-            return (counted * dp.size() + dp.rank()) * sequences
+            return iteration, (counted * dp.size() + dp.rank()) * sequences
 
         return SplitTokens(
             sequences,
             ranks,
             cp_size=context.groups.cp.size(),
             layer=self.layer_number,
-            iteration=iteration,
-            find_first=find_first,
+            find_place=find_place,
             seed=context.seed,
             ids_T=ids_T,
         )

@@ -184,8 +184,7 @@ class BySegment:
         segments = Tokens(
             tokens.num_sequences,
             layer=tokens.layer,
-            iteration=tokens.iteration,
-            find_first=lambda: tokens.first_sequence,
+            find_place=lambda: (tokens.iteration, tokens.first_sequence),
             seed=tokens.seed,
         )
         chosen = self.rule(judged_GBE.flatten(0, 1), segments)

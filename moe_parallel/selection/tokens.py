@@ -24,18 +24,26 @@ class Tokens:
 
     num_sequences: int  # B
     layer: int = field(default=1, kw_only=True)  # that routes them; its number in the model, from 1
-    iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
-    #: Counts `first_sequence`, at its first reader: torch.compile would compile a number that every
-    #: pass reads and changes again and again.
-    find_first: Callable[[], int] = field(default=int, kw_only=True, compare=False, repr=False)
+    #: Finds `iteration` and `first_sequence` at their first reader. torch.compile compiles anew for
+    #: each value of a number that a pass reads.
+    find_place: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), kw_only=True)
     seed: int = field(default=0, kw_only=True)  # of the run
     #: int64: the ids of the T tokens, if the system reads them.
     ids_T: torch.Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @cached_property
+    def _place(self) -> tuple[int, int]:
+        return self.find_place()
+
+    @property
+    def iteration(self) -> int:
+        """The number of optimizer steps so far."""
+        return self._place[0]
+
+    @property
     def first_sequence(self) -> int:
-        """Its first sequence among those of the step, over all data-parallel ranks, from 0."""
-        return self.find_first()
+        """The first sequence among those of the step, over all data-parallel ranks, from 0."""
+        return self._place[1]
 
     @property
     def num_shares(self) -> int:

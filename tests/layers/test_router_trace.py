@@ -38,7 +38,7 @@ def test_micro_batches_are_counted_by_step_and_pass() -> None:
 def test_choices_have_their_places_in_the_global_batch() -> None:
     recorder = Recorder()
     experts_TK = torch.tensor([[0, 1], [2, 3], [4, 5], [6, -1]])  # [S, B] flattened
-    recorder.add(Ends(2, layer=7, find_first=lambda: 6), experts_TK)
+    recorder.add(Ends(2, layer=7, find_place=lambda: (0, 6)), experts_TK)
     experts_NSK = torch.zeros(8, 4, 2, dtype=torch.int32)
     recorder.take(7, experts_NSK)
     # Positions 0 and 3.
@@ -69,10 +69,10 @@ def replay() -> Replay:
 
 
 def test_replayed_choices_are_those_of_the_place() -> None:
-    chosen_TK = replay().choices(Ends(2, layer=4, find_first=lambda: 6), 4, 1)
+    chosen_TK = replay().choices(Ends(2, layer=4, find_place=lambda: (0, 6)), 4, 1)
     assert chosen_TK.tolist() == [[160], [170], [163], [173]]
     assert chosen_TK.dtype == torch.int64
-    every_second = replay().choices(Tokens(1, layer=2, find_first=lambda: 6), 2, 2)
+    every_second = replay().choices(Tokens(1, layer=2, find_place=lambda: (0, 6)), 2, 2)
     assert every_second.tolist() == [[60], [62]]
 
 

@@ -66,7 +66,7 @@ JOINS = {
 def test_when_the_experts_differentiate_the_norms(name):
     case, gradient, joins = JOINS[name]
     layer = build(as_option(case, gradient), values(case), torch.float64, "reference")
-    tokens = SplitTokens(1, layer.context.groups.tp, layer=1, iteration=0)
+    tokens = SplitTokens(1, layer.context.groups.tp, layer=1)
     choices = layer.choose(torch.from_numpy(values(case)["x"]).flatten(0, 1), tokens)
     assert (choices.norms_TK is not None) == joins
     assert choices.probs_TK.requires_grad != joins

@@ -42,7 +42,7 @@ def scores(tokens: int = LENGTH * SEQUENCES, experts: int = EXPERTS) -> torch.Te
 
 
 def forced(workload: Workload, rule: TopK | TopP, layer: int = 1, iteration: int = 0) -> Choices:
-    tokens = Tokens(SEQUENCES, layer=layer, iteration=iteration)
+    tokens = Tokens(SEQUENCES, layer=layer, find_place=lambda: (iteration, 0))
     return Forced(rule, workload, 7)(scores(), tokens)
 
 

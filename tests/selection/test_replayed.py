@@ -30,7 +30,7 @@ def replayed(rule, experts_TK, every=1):
 def test_probs_worked_by_hand() -> None:
     """Scores ln 1, ln 2, ln 3: TopK would choose experts 2 and 1; the trace says 0 and 2."""
     scores_TE = torch.tensor([[0.0, LN2, LN3]], dtype=torch.float64, requires_grad=True)
-    tokens = Tokens(1, layer=3, iteration=7, find_first=lambda: 2)
+    tokens = Tokens(1, layer=3, find_place=lambda: (7, 2))
     rule, asked = replayed(TopK(2), [[0, 2]])
     choices = rule(scores_TE, tokens)
     assert asked == [(tokens, 1, 1)]
@@ -115,8 +115,10 @@ def test_the_softmax_of_a_threshold_is_over_the_recorded_experts() -> None:
 
 def test_the_segments_of_a_micro_batch_keep_its_place() -> None:
     inner, asked = replayed(ExpertChoice(1.0, softmax), [[0, -1]] * 4, every=2)
-    BySegment(inner, 2)(torch.zeros(8, 2), Tokens(2, layer=5, iteration=3, find_first=lambda: 4))
-    assert asked == [(Tokens(2, layer=5, iteration=3, find_first=lambda: 4), 4, 2)]
+    BySegment(inner, 2)(torch.zeros(8, 2), Tokens(2, layer=5, find_place=lambda: (3, 4)))
+    [(tokens, *numbers)] = asked
+    place = tokens.num_sequences, tokens.layer, tokens.iteration, tokens.first_sequence
+    assert place == (2, 5, 3, 4) and numbers == [4, 2]
 
 
 def test_a_recorded_token_without_experts_has_no_gradient_of_its_own() -> None:
