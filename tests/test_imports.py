@@ -44,7 +44,7 @@ COMMUNICATION = {"distributed", "megatron"}
 RANDOM = {"Generator", "bernoulli", "manual_seed", "multinomial", "random"}
 
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
-TRANSFORMER_ENGINE_FILES = {"experts.fp8_engine", "model.attention_backends"}
+TRANSFORMER_ENGINE_FILES = {"experts.fp8", "model.attention_backends"}
 # Modules whose import may fail: optional packages, our extension, two Megatron-Core versions.
 FAILED_IMPORT = {"ImportError", "ModuleNotFoundError"}
 MAY_MISS_AN_IMPORT = {

@@ -23,7 +23,7 @@ from moe_parallel.config.option import Option, build, options
 from moe_parallel.config.parallel import ParallelConfig
 from moe_parallel.config.section import Section
 from moe_parallel.config.selection import Selection, recorded_name, selection_of, selections
-from moe_parallel.config.selection.time_constant import TimeConstant
+from moe_parallel.config.selection.selection import TimeConstant
 from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
 

@@ -19,7 +19,7 @@ from moe_parallel.convert.factors import Factors
 from moe_parallel.convert.gate import GateOptions, convert_gate
 from moe_parallel.convert.routing_overlap import RoutingOverlap, routing_overlap
 from moe_parallel.errors import InputError
-from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens

@@ -4,9 +4,8 @@ from functools import partial
 from typing import Any
 
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher
-from moe_parallel.dispatch.dispatched import Dispatched, Dispatcher
+from moe_parallel.dispatch.dispatched import Dispatched, Dispatcher, LocalDispatcher
 from moe_parallel.dispatch.in_parts import AllToAllInParts
-from moe_parallel.dispatch.local import LocalDispatcher
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
 from moe_parallel.telemetry.progress import Progress

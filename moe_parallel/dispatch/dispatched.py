@@ -1,4 +1,4 @@
-"""The interface of the dispatchers, and the tokens that they pass to the experts."""
+"""The dispatchers' interface, what they pass to the experts, and one that passes it on a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from moe_parallel.ops import RowMap
+from moe_parallel.ops import Ops, RowMap
 from moe_parallel.selection.choices import Choices
 
 Route = TypeVar("Route")
@@ -67,3 +67,33 @@ def probs_of_rows(probs_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
 def rows_of_choices(row_map: RowMap) -> RowMap:
     """The row map for a tensor with one row per choice instead of one per token."""
     return row_map._replace(rows_TK=row_map.rows_TK.reshape(-1, 1))
+
+
+class LocalDispatcher:
+    """The dispatcher for a rank that holds all E experts completely."""
+
+    takes_c = True
+    takes_norms = True
+
+    def __init__(self, num_experts: int, ops: Ops) -> None:
+        self.num_experts = num_experts
+        self.ops = ops
+
+    def dispatch(
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+    ) -> Dispatched[None]:
+        row_map = self.ops.routing_map(
+            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
+        )
+        return Dispatched(
+            x_TD,
+            choices.probs_TK,
+            row_map,
+            choices.c_TKR,
+            route=None,
+            wire_bytes=0,
+            norms_MJ=choices.norms_TK,
+        )
+
+    def combine(self, y_MD: torch.Tensor, route: None) -> torch.Tensor:
+        return y_MD

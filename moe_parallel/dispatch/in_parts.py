@@ -9,7 +9,9 @@ expert. This is another numbering of the experts in the row map, so it copies no
 
 Part i waits for dispatch i alone, and combine i for part i. All dispatches start before the first
 combine, because nothing needs the outputs before the end. A token's outputs are summed in the order
-of its choices, as they are without parts: the results are the same bits.
+of its choices, as they are without parts: the results are the same bits. Autograd computes the
+gradient of an operator on the stream of the operator and waits between streams itself, so the
+backward pass of such work runs aside, too.
 
 Shape suffixes: C parts, R ranks of the group, P experts of a rank in a part; others as in
 `all_to_all`.
@@ -17,13 +19,15 @@ Shape suffixes: C parts, R ranks of the group, P experts of a rank in a part; ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_parallel.dispatch.all_to_all import (
     AllToAllDispatcher,
@@ -32,7 +36,6 @@ from moe_parallel.dispatch.all_to_all import (
     row_bytes,
 )
 from moe_parallel.dispatch.dispatched import Dispatched
-from moe_parallel.dispatch.side_stream import Pending, WorkPlace, work_place_of
 from moe_parallel.ops import RowMap
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.progress import Phase
@@ -117,3 +120,59 @@ class AllToAllInParts(AllToAllDispatcher):
         self, sizes: PackedSizes, sent: Pending, received_RP: torch.Tensor, route: AllToAllRoute
     ) -> Dispatched[AllToAllRoute]:
         return self._arrived(sent.wait(), sizes, received_RP, route, wire_bytes=0)
+
+
+#: Takes one tensor and returns one.
+Errand = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The result of work that may still run."""
+
+    result: Tensor
+    event: torch.cuda.Event | None = None  # after the work; None: it is over
+
+    def wait(self) -> Tensor:
+        """The result, for the current stream: this stream waits for it, the host does not."""
+        if self.event is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self.event)
+            # Otherwise the allocator would reuse the memory for the stream that allocated it.
+            self.result.record_stream(current)
+        return self.result
+
+
+class WorkPlace(Protocol):
+    """Where work runs."""
+
+    def start(self, work: Errand, given: Tensor) -> Pending:
+        """Starts `work` on a tensor that the current stream computes."""
+        ...
+
+
+class AtOnce:
+    """A CPU has no streams."""
+
+    def start(self, work: Errand, given: Tensor) -> Pending:
+        return Pending(work(given))
+
+
+class SideStream:
+    """Work runs in order on one stream, beside the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def start(self, work: Errand, given: Tensor) -> Pending:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        given.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            result = work(given)
+            return Pending(result, self.stream.record_event())
+
+
+@functools.cache
+def work_place_of(device: torch.device) -> WorkPlace:
+    """One stream for all layers, because the allocator keeps the memory of each stream apart."""
+    return SideStream(torch.cuda.Stream(device)) if device.type == "cuda" else AtOnce()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.errors import InputError
-from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.layers import DispatchedLayer, FactorizedRoutedLayer, RoutedLayer
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.experts.experts import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.ops.once import once_differentiable
 from moe_parallel.parallel import Groups

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moe_parallel.experts.parameters import ShardedModule
+from moe_parallel.experts.experts import ShardedModule
 from moe_parallel.ops import Ops
 from moe_parallel.ops.fp32_linear import fp32_dot
 from moe_parallel.parallel import Groups, OneProcess

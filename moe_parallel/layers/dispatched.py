@@ -24,8 +24,8 @@ from moe_parallel.balancing.load import StepLoad
 from moe_parallel.balancing.losses import LossContext, RoutingLoss
 from moe_parallel.config import Config, DispatchedSelection, FreeExperts, Selection
 from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
+from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
-from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
 from moe_parallel.layers.past import RememberedSegments
@@ -34,8 +34,7 @@ from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.segments import BySegment
-from moe_parallel.selection.shares import Share, in_order, part_of, take, zigzag
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Share, Tokens, in_order, part_of, take, zigzag
 from moe_parallel.telemetry.statistics import RoutingTotals
 
 

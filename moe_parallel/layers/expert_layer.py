@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moe_parallel.experts.fp8_engine import Fp8Engine
-from moe_parallel.experts.parameters import ExpertParameters, ShardedModule
-from moe_parallel.layers.forced_routing import Forcing
+from moe_parallel.experts.experts import ExpertParameters, ShardedModule
+from moe_parallel.experts.fp8 import Fp8Engine
+from moe_parallel.layers.given_choices import Forcing, RouterTrace
 from moe_parallel.layers.past import Past
-from moe_parallel.layers.router_trace import RouterTrace
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity

@@ -37,7 +37,7 @@ from moe_parallel.selection.segments import (
     means_of,
     segment_sums_of_share,
 )
-from moe_parallel.selection.shares import Share, zigzag
+from moe_parallel.selection.tokens import Share, zigzag
 
 
 class MergedLayer(ExpertLayer):

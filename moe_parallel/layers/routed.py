@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from moe_parallel.balancing.coupling import coupling_loss, measured_coupling, with_noise
+from moe_parallel.balancing.losses import coupling_loss, measured_coupling, with_noise
 from moe_parallel.config import RoutedSelection
 from moe_parallel.dispatch import Dispatched
+from moe_parallel.experts.experts import LowRankExperts, SwiGLUExperts
 from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
-from moe_parallel.experts.low_rank import LowRankExperts
-from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import System

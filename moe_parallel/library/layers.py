@@ -18,7 +18,7 @@ from moe_parallel.config import AutonomousSelection, RoutedSelection, Selection
 from moe_parallel.errors import InputError
 from moe_parallel.layers import DispatchedLayer, LayerConfig, LayerContext
 from moe_parallel.layers.dispatched import build_capacity
-from moe_parallel.layers.forced_routing import build_forcing
+from moe_parallel.layers.given_choices import build_forcing
 from moe_parallel.layers.system import system_of
 from moe_parallel.library.arguments import layer_config, options_of_layer
 from moe_parallel.ops import select_backend

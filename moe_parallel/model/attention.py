@@ -27,7 +27,7 @@ from moe_parallel.copies import copied_to
 from moe_parallel.layers.past import Past
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
-from moe_parallel.selection.shares import Share, in_order, zigzag
+from moe_parallel.selection.tokens import Share, in_order, zigzag
 
 #: On a CPU, queries with more keys before them are computed in strips of this many rows, whose mask
 #: has as many rows.

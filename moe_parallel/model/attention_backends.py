@@ -23,7 +23,7 @@ from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
 from moe_parallel.optional import import_optional
 from moe_parallel.platform.device import device
-from moe_parallel.selection.shares import Share
+from moe_parallel.selection.tokens import Share
 
 #: In fp32 torch's kernel is as fast for a document of this length, and faster for shorter ones.
 SHORTEST_IN_FP32 = 64

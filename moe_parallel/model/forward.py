@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from moe_parallel.config import TrainingConfig
 from moe_parallel.copies import copied_to
 from moe_parallel.model.attention import own_documents
-from moe_parallel.selection.shares import positions, take, zigzag
+from moe_parallel.selection.tokens import positions, take, zigzag
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 Batch = Mapping[str, torch.Tensor]

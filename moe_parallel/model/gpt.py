@@ -21,14 +21,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from moe_parallel.config import Config, ModelConfig
 from moe_parallel.config.recompute import DENSE, EXPERTS, SHARED
-from moe_parallel.experts.dense import DenseMLP
-from moe_parallel.experts.fp8_engine import Fp8Engine
-from moe_parallel.experts.linear import linear_by
+from moe_parallel.experts.dense import DenseMLP, linear_by
+from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.dispatched import build_capacity
 from moe_parallel.layers.expert_layer import at_start
-from moe_parallel.layers.forced_routing import build_forcing
-from moe_parallel.layers.router_trace import RouterTrace
+from moe_parallel.layers.given_choices import RouterTrace, build_forcing
 from moe_parallel.layers.system import system_of
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.heads_norm import over

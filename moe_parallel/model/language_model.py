@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from moe_parallel.experts.fp8_engine import Fp8Engine
-from moe_parallel.experts.main_gradients import AddsToMainGradients
+from moe_parallel.experts.experts import AddsToMainGradients
+from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from moe_parallel.model.token_ids import CONTEXT
 from moe_parallel.ops import Ops

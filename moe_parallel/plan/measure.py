@@ -312,7 +312,7 @@ class _Counts(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        gathered = "moe_parallel.layers.scoring_weight.saved_tensors_hooks"
+        gathered = "moe_parallel.layers.autonomous.saved_tensors_hooks"
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         strip = mock.patch.object(attention, "_strip", self._strip)
         # A GPU has one kernel for all queries of a run, where a CPU has one for each strip.

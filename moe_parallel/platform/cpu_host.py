@@ -35,7 +35,7 @@ from packaging.version import Version
 
 from moe_parallel.platform.clipping import l2_norm_by_rows
 from moe_parallel.platform.megatron_version import check_megatron_version
-from moe_parallel.selection.shares import positions, zigzag
+from moe_parallel.selection.tokens import positions, zigzag
 
 CPU = torch.device("cpu")
 _RANDOM = "megatron.core.tensor_parallel.random"

@@ -36,8 +36,7 @@ import torch
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule, best_first
-from moe_parallel.selection.shares import positions
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Tokens, positions
 
 _ONE = 1 << 32  # shares are integers in units of 1 / _ONE
 

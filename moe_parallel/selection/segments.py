@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_parallel.selection.choices import Choices, Rule
-from moe_parallel.selection.shares import Share, take
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Share, Tokens, take
 
 
 def segment_sizes(tokens: int, length: int) -> list[int]:

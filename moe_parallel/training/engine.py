@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from moe_parallel.balancing.controller import end_step, setting_of
 from moe_parallel.config import Config
-from moe_parallel.experts.main_gradients import AddsToMainGradients
+from moe_parallel.experts.experts import AddsToMainGradients
 from moe_parallel.layers import DispatchedLayer, ExpertLayer
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model

@@ -22,7 +22,7 @@ from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.config import Config, Selection
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
-from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
+from moe_parallel.layers.given_choices import Recorder, Replay, RouterTrace
 from moe_parallel.model.forward import Batch
 from moe_parallel.parallel import Groups
 from moe_parallel.telemetry.router_trace import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.balancing.coupling import (
+from moe_parallel.balancing.losses import (
     Coupling,
     coupling_loss,
     measured_coupling,

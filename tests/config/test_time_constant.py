@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_parallel.config import BiasBalancing, make_config
-from moe_parallel.config.selection.time_constant import TimeConstant, kept_share
+from moe_parallel.config.selection.selection import TimeConstant, kept_share
 from moe_parallel.systems.top_p.rule import TopPController
 
 BIAS = {"num_experts": 8, "moe_router_enable_expert_bias": True, "train_iters": 1000}

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.dispatch import AllToAllDispatcher, AllToAllInParts, in_parts
-from moe_parallel.dispatch.side_stream import SideStream
+from moe_parallel.dispatch.in_parts import SideStream
 from moe_parallel.ops import select_backend
 from tests.dispatch.streams import Streams
 from tests.dispatch.test_dispatch import (

@@ -9,8 +9,7 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.experts.low_rank import LowRankExperts
-from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.experts.experts import LowRankExperts, SwiGLUExperts
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from tests.distributed import run_distributed

@@ -12,8 +12,7 @@ import torch
 
 from moe_parallel.config import Fp8Config
 from moe_parallel.errors import InputError
-from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
-from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.experts.fp8 import Fp8Engine, low_rank_experts, swiglu_experts
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.optional import INSTALL
 from moe_parallel.parallel import Groups

@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import ParallelConfig
-from moe_parallel.experts.linear import linear_by
+from moe_parallel.experts.dense import linear_by
 from moe_parallel.ops import BACKENDS, select_backend
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from tests.distributed import run_distributed

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts, merged_linear
-from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import multiplies_bf16

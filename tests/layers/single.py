@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import AutonomousSelection, Config, MoEConfig, RoutedSelection, Selection
 from moe_parallel.layers import ExpertLayer, LayerContext
-from moe_parallel.layers.forced_routing import build_forcing
+from moe_parallel.layers.given_choices import build_forcing
 from moe_parallel.layers.system import system_of
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups

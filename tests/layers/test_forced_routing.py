@@ -10,7 +10,7 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
-from moe_parallel.layers.forced_routing import Forcing, build_forcing, read_loads
+from moe_parallel.layers.given_choices import Forcing, build_forcing, read_loads
 from moe_parallel.selection.forced import Balanced, Hot, Trace, WarmUp, Zipf
 from moe_parallel.telemetry.router_trace import TraceShape, TraceStep, TraceWriter
 from tests.layers.cases import top_p, topk

@@ -8,10 +8,9 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.layers.dispatched import MicroBatches
-from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
+from moe_parallel.layers.given_choices import Recorder, Replay, RouterTrace
 from moe_parallel.selection.segments import BySegment
-from moe_parallel.selection.shares import Share
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Share, Tokens
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 

@@ -19,7 +19,7 @@ from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.forward import run_micro_batches
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.selection.shares import take, zigzag
+from moe_parallel.selection.tokens import take, zigzag
 from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import DOCUMENTS as DOCUMENTS_OF_A_BATCH

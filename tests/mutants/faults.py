@@ -212,21 +212,21 @@ FAULTS = [
     ),
     Fault(
         "the gradient of W_down is not summed over tp",
-        f"{LAYERS}/scoring_weight.py",
+        f"{LAYERS}/autonomous.py",
         "return nullcontext(self._layer.replicated(getattr(self._layer, self._name)))",
         "return nullcontext(getattr(self._layer, self._name))",
         OF_LAYERS,
     ),
     Fault(
         "experts take the W_down of another rank's",
-        "moe_parallel/experts/parameters.py",
+        "moe_parallel/experts/experts.py",
         "first = self.groups.ep.rank()",
         "first = self.groups.etp.rank()",
         ("tests/experts", *OF_LAYERS),
     ),
     Fault(
         "gradients of experts are averaged as dense ones",
-        "moe_parallel/experts/parameters.py",
+        "moe_parallel/experts/experts.py",
         "weight.allreduce = same_as_dense",
         "weight.allreduce = True",
         ("tests/experts", "tests/model/test_layouts.py"),
@@ -275,7 +275,7 @@ FAULTS = [
     ),
     Fault(
         "a part is computed before its rows have come",
-        "moe_parallel/dispatch/side_stream.py",
+        "moe_parallel/dispatch/in_parts.py",
         "current.wait_event(self.event)",
         "pass",
         ("tests/dispatch",),
@@ -289,7 +289,7 @@ FAULTS = [
     ),
     Fault(
         "keys of whole sequences stay in the order of their ranks",
-        f"{SELECTION}/shares.py",
+        f"{SELECTION}/tokens.py",
         "torch.cat([piece for _, piece in by_position], axis)",
         "torch.cat(pieces, axis)",
         ("tests/selection/test_shares.py", *OF_SHARES),

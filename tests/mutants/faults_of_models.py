@@ -21,7 +21,7 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "the hook is not told that the gradient of a linear layer or the head has been added",
-        "moe_parallel/experts/main_gradients.py",
+        "moe_parallel/experts/experts.py",
         "return gradient_in_main_grad(weight), weight.main_grad",
         "return weight, weight.main_grad",
         ("tests/model/test_gradient_accumulation_fusion.py",),

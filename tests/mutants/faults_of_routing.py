@@ -117,14 +117,14 @@ FAULTS_OF_ROUTING = [
     # The coupling loss on several ranks.
     Fault(
         "the coupling loss is divided by the experts of one rank",
-        f"{BALANCING}/coupling.py",
+        f"{BALANCING}/losses.py",
         "/ len(m.own_E) ** 2",
         "/ len(m.norms_LE) ** 2",
         ("tests/balancing/test_coupling.py",),
     ),
     Fault(
         "norms of the coupling are summed over ranks with other experts",
-        f"{BALANCING}/coupling.py",
+        f"{BALANCING}/losses.py",
         ".square().sum(dim=2), groups.etp)",
         ".square().sum(dim=2), groups.ep)",
         ("tests/balancing/test_coupling.py",),
@@ -139,7 +139,7 @@ FAULTS_OF_ROUTING = [
     # Traces and replays.
     Fault(
         "a trace has no experts beyond the first 128",
-        f"{LAYERS}/router_trace.py",
+        f"{LAYERS}/given_choices.py",
         "experts_TK.to(torch.int16)",
         "experts_TK.to(torch.int8)",
         ("tests/layers/test_router_trace.py", "tests/telemetry/test_router_trace.py"),

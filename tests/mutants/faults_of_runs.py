@@ -91,14 +91,14 @@ FAULTS_OF_RUNS = [
     ),
     Fault(
         "FP8: an evaluation leaves its maxima to training",
-        "moe_parallel/experts/fp8_engine.py",
+        "moe_parallel/experts/fp8.py",
         "        self.load_state(before)\n",
         "",
         ("tests/experts", "tests/training/checkpoint/test_fp8.py"),
     ),
     Fault(
         "a jitter of 1 is allowed",
-        "moe_parallel/config/selection/routed.py",
+        "moe_parallel/config/selection/kinds.py",
         "        least=0,\n        below=1,\n    )",
         "        least=0,\n    )",
         ("tests/config",),

@@ -90,7 +90,7 @@ def _real_of(options: Options) -> Counts:
     for chunk in engine.chunks:
         chunk.register_forward_hook(note)
     hooks = pytest.MonkeyPatch()
-    hooks.setattr("moe_parallel.layers.scoring_weight.saved_tensors_hooks", kept.within)
+    hooks.setattr("moe_parallel.layers.autonomous.saved_tensors_hooks", kept.within)
     with factors_stay_bf16(), kept.counting(), Messages() as messages:
         engine.step(batches(config))
     hooks.undo()

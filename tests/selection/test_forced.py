@@ -18,8 +18,7 @@ from moe_parallel.selection.forced import (
     Zipf,
     shares_of,
 )
-from moe_parallel.selection.shares import Share
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Share, Tokens
 from moe_parallel.selection.topk import TopK, raw_probability
 from moe_parallel.systems.top_p.rule import TopP
 

@@ -22,8 +22,7 @@ from moe_parallel.selection.segments import (
     shifted,
     uniform,
 )
-from moe_parallel.selection.shares import take, zigzag
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Tokens, take, zigzag
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 from tests.distributed import run_distributed

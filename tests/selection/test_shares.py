@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.selection.shares import in_order, part_of, positions, take, zigzag
+from moe_parallel.selection.tokens import in_order, part_of, positions, take, zigzag
 
 
 def test_a_rank_has_an_early_and_a_late_chunk() -> None:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_parallel.selection.shares import Share
-from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.tokens import Share, Tokens
 
 TOKENS = Tokens(2, layer=3, find_place=lambda: (5, 4), seed=1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_parallel.config import parse_command_line
 from moe_parallel.errors import InputError
-from moe_parallel.layers.forced_routing import read_loads
+from moe_parallel.layers.given_choices import read_loads
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.telemetry import router_trace
 from moe_parallel.telemetry.metrics import read_metrics, untimed

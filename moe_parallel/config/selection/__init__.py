@@ -4,18 +4,23 @@
 The classes themselves are in `moe_parallel.systems`, one room a system.
 """
 
-from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.free_experts import FixedFreeExperts, FreeExperts
-from moe_parallel.config.selection.merged import MergedSelection, Segments
+from moe_parallel.config.selection.kinds import (
+    AutonomousSelection,
+    MergedSelection,
+    RoutedSelection,
+    Segments,
+    aoe_wide_size,
+)
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     FixedChoices,
+    FixedFreeExperts,
     FixedNumber,
+    FreeExperts,
     TokensChoose,
     TracedSelection,
 )
-from moe_parallel.config.selection.routed import RoutedSelection, aoe_wide_size
 from moe_parallel.config.selection.selection import (
     LayerWeights,
     ProductWeights,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import shown
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.selection import Selection
-from moe_parallel.config.selection.time_constant import (
+from moe_parallel.config.selection.selection import (
     MEMORY_OF_A_RUN,
     MOST_OF_A_RUN,
+    Selection,
     TimeConstant,
     kept_share,
 )

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.free_experts import FixedFreeExperts
-from moe_parallel.config.selection.parts import FixedChoices
+from moe_parallel.config.selection.kinds import AutonomousSelection
+from moe_parallel.config.selection.parts import FixedChoices, FixedFreeExperts
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

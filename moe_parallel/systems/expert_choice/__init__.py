@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.autonomous import AutonomousSelection
-from moe_parallel.config.selection.routed import RoutedSelection
+from moe_parallel.config.selection.kinds import AutonomousSelection, RoutedSelection
 from moe_parallel.config.selection.selection import Selection
 from moe_parallel.errors import InputError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_parallel.config.selection.kinds import RoutedSelection
 from moe_parallel.config.selection.parts import FixedNumber
-from moe_parallel.config.selection.routed import RoutedSelection
 
 if TYPE_CHECKING:
     pass

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.merged import MergedSelection, Segments
-from moe_parallel.config.selection.routed import RoutedSelection
+from moe_parallel.config.selection.kinds import MergedSelection, RoutedSelection, Segments
 
 if TYPE_CHECKING:
     pass

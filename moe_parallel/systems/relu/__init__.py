@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.selection import check_at_most_all
-from moe_parallel.config.selection.time_constant import (
+from moe_parallel.config.selection.kinds import RoutedSelection
+from moe_parallel.config.selection.selection import (
     MovingCoefficient,
     TimeConstant,
+    check_at_most_all,
 )
 from moe_parallel.errors import InputError
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.autonomous import AutonomousSelection
+from moe_parallel.config.selection.kinds import AutonomousSelection
 from moe_parallel.config.selection.selection import (
     LayerWeights,
-    ProductWeights,
-    check_at_most_all,
-)
-from moe_parallel.config.selection.time_constant import (
     MovingCoefficient,
+    ProductWeights,
     TimeConstant,
+    check_at_most_all,
 )
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.merged import MergedSelection, refuse_own_documents
+from moe_parallel.config.selection.kinds import MergedSelection, refuse_own_documents
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.autonomous import AutonomousSelection
-from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.selection import Selection
-from moe_parallel.config.selection.time_constant import (
+from moe_parallel.config.selection.kinds import AutonomousSelection, RoutedSelection
+from moe_parallel.config.selection.selection import (
     MEMORY_OF_A_RUN,
+    Selection,
     TimeConstant,
     kept_share,
 )

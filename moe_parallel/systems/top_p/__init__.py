@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.balancing import Balancing
-from moe_parallel.config.selection.free_experts import FreeExperts
-from moe_parallel.config.selection.parts import TokensChoose
-from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.selection import check_at_most_all
-from moe_parallel.config.selection.time_constant import TimeConstant
+from moe_parallel.config.selection.kinds import AutonomousSelection, RoutedSelection
+from moe_parallel.config.selection.parts import FreeExperts, TokensChoose
+from moe_parallel.config.selection.selection import TimeConstant, check_at_most_all
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.free_experts import FixedFreeExperts
-from moe_parallel.config.selection.parts import FixedChoices
-from moe_parallel.config.selection.routed import RoutedSelection
+from moe_parallel.config.selection.kinds import RoutedSelection
+from moe_parallel.config.selection.parts import FixedChoices, FixedFreeExperts
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import StorageError
-from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.model.language_model import Fp8GPTModel
 from moe_parallel.training.checkpoint.tensors import of_this_rank
 
