@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_parallel.balancing.load import StepMean, exceeded_by_share, keeping_dtypes, midpoint
-from moe_parallel.config import BiasBalancing, FixedFreeExperts, Selection
+from moe_parallel.config import BiasBalancing, Selection, TopKChoices
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -197,7 +197,7 @@ def balancing_bias(selection: Selection, config: Any, train_iters: int | None) -
     if not (isinstance(selection, BiasBalancing) and selection.moe_router_enable_expert_bias):
         return None
     n = config.num_moe_experts
-    if isinstance(selection, FixedFreeExperts) and selection.free_experts:
+    if isinstance(selection, TopKChoices) and selection.free_experts:
         rate = selection.moe_router_bias_update_rate
         assert rate is not None  # `Selection.rescaled` has set it
         return _anchored_bias(selection, rate, n)
@@ -205,7 +205,7 @@ def balancing_bias(selection: Selection, config: Any, train_iters: int | None) -
     return build(n, getattr(selection, option))
 
 
-def _anchored_bias(selection: FixedFreeExperts, rate: float, num_experts: int) -> AnchoredBias:
+def _anchored_bias(selection: TopKChoices, rate: float, num_experts: int) -> AnchoredBias:
     num_free = selection.free_experts
     k, k_e = selection.choices_per_token, selection.moe_ffn_experts_per_token
     if k is None or k_e is None:  # all columns equally loaded

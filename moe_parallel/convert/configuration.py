@@ -10,7 +10,6 @@ from typing import Any
 from moe_parallel.config import Config, Selection, make_config, parse_command_line
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import options
-from moe_parallel.config.selection.parts import TracedSelection
 from moe_parallel.errors import InputError
 from moe_parallel.systems import SELECTIONS, LoryPrefixSelection, LorySelection, TopKSelection
 
@@ -42,7 +41,7 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
         if section not in ("selection", "checkpoint"):
             values |= of_section
     values |= {"expert_selection": to, "save": save}
-    of_run = {each.name for each in options(TracedSelection)}  # files of the run of --load
+    of_run = {"moe_router_trace", "moe_router_replay"}  # files of the run of --load
     known = {each.name for each in options(SELECTIONS[to])} - of_run
     for each in options(type(source.selection)):
         if each.name in known:

@@ -10,7 +10,7 @@ sequence, n experts, K of them chosen, and V the padded vocabulary:
     dense         6 d d_ffn                                  SwiGLU of a layer without experts
     scores        2 n d                                      a linear router; AoE: 2 n d d_low, C of
                                                              all experts; with free experts also
-                                                             2 FLOPs for each of their weights;
+                                                             2 for each number of their matrices;
                                                              UoE: 6 n d N_s, the routing neurons
                                                              and their output
     experts       K * 6 d f                                  SwiGLU of width f; AoE, which has C
@@ -31,10 +31,19 @@ the mask halves attention.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_parallel.config import Config
+from moe_parallel.layers import DispatchedLayer, ExpertLayer, LayerConfig, LayerContext, MergedLayer
+from moe_parallel.layers.system import system_of
+from moe_parallel.ops import select_backend
+from moe_parallel.parallel import groups_of_one
+from moe_parallel.telemetry.statistics import RoutingStatistics
 
 FORWARD_AND_BACKWARD = 3
 
@@ -54,7 +63,7 @@ class TokenFlops:
 
     @property
     def forward(self) -> float:
-        return float(sum(dataclasses.astuple(self)))
+        return float(sum(astuple(self)))
 
     @property
     def training(self) -> float:
@@ -66,10 +75,10 @@ class TokenFlops:
 class ExpertLayerFlops:
     """The FLOPs of a token in a layer of experts; `choice` is that of one of its K experts."""
 
-    scores: float
-    choice: float
-    shared: float
-    merging: float
+    scores: float = 0
+    choice: float = 0
+    shared: float = 0
+    merging: float = 0
 
 
 def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float) -> TokenFlops:
@@ -85,7 +94,7 @@ def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float
     moe_layers = sum(config.moe_layers)
     queries = model.num_attention_heads * model.head_width
     keys = model.query_groups * model.head_width
-    layer = ExpertLayerFlops(0, 0, 0, 0) if moe_layers == 0 else expert_layer_flops(config)
+    layer = expert_layer_flops(config) if moe_layers else ExpertLayerFlops()
     return TokenFlops(
         projections=layers * 2 * (2 * d * queries + 2 * d * keys),
         attention=layers * 2 * (config.training.seq_length + 1) * queries,
@@ -98,13 +107,45 @@ def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float
     )
 
 
+@functools.lru_cache(maxsize=64)
 def expert_layer_flops(config: Config) -> ExpertLayerFlops:
-    """The FLOPs of a layer of experts, from the weights that its system says it has."""
-    selection, n, d = config.selection, config.num_experts, config.model.hidden_size
-    scores, experts = selection.product_weights(d, n, config.expert_width)
-    shared = 2 * selection.layer_weights(d, n, config.expert_width).tensor_parallel
-    merging = selection.merges_of_sequence(config.training.seq_length)
-    if merging is not None:
-        scored, merged = (number / config.training.seq_length for number in merging)
-        return ExpertLayerFlops(2 * scores * scored, 2 * experts / n, shared, 2 * experts * merged)
-    return ExpertLayerFlops(2 * scores, 2 * experts / n, shared, merging=0)
+    """The FLOPs of a layer of experts, by the matrices that it has: whatever its system."""
+    layer = _built(config)
+    shared = layer.shared if isinstance(layer, DispatchedLayer) else None
+    of_shared = 0 if shared is None else _size(shared.parameters())
+    of_experts = _size(layer.expert_weights())
+    choice = 2 * of_experts / layer.num_experts
+    if isinstance(layer, MergedLayer):
+        length = config.training.seq_length
+        x_SBD = torch.empty(length, 1, config.model.hidden_size, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            merges = len(layer.merges(x_SBD).weights_MBE)
+        scores = counter.get_total_flops() / length
+        return ExpertLayerFlops(scores, choice, merging=2 * of_experts * merges / length)
+    of_scores = _size(layer.parameters()) - of_experts - of_shared
+    return ExpertLayerFlops(2 * of_scores, choice, 2 * of_shared)
+
+
+def _built(config: Config) -> ExpertLayer:
+    """A layer of experts without storage, on one process."""
+    selection, n, meta = config.selection, config.num_experts, torch.device("meta")
+    context = LayerContext(
+        groups_of_one(),
+        select_backend("reference"),
+        RoutingStatistics(1, n, meta),
+        capacity=None,
+        num_moe_layers=1,
+        hash_table_VK=torch.zeros(1, 1, dtype=torch.int64),
+    )
+    with meta:
+        return system_of(selection).build(
+            LayerConfig(config.model.hidden_size, n, config.model.init_method_std),
+            selection.rescaled(config),
+            config.expert_width,
+            context,
+        )
+
+
+def _size(weights: Iterable[torch.Tensor]) -> int:
+    """The numbers of the matrices among these weights; each is multiplied with a token."""
+    return sum(weight.numel() for weight in weights if weight.dim() > 1)

@@ -14,7 +14,7 @@ from moe_parallel.systems.routing_free.rule import routing_free_loss
 from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 from tests.layers.cases import direction, routing_free
-from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, run, values
+from tests.layers.single import Case, build, run, values
 
 NORMS = [[2.0, 0.0], [1.0, 3.0]]
 
@@ -116,10 +116,3 @@ def test_the_cutoffs_that_are_logged_are_those_that_norms_exceed() -> None:
     run(layer, given, direction(case))
     (summary,) = layer.context.statistics.training.summaries()
     assert summary["cutoff_per_expert"] == pytest.approx([2.5, 2.0, 1.75, 3.0])
-
-
-def test_the_bias_counts_as_a_weight() -> None:
-    case = Case(routing_free())
-    layer = build(case, values(case), torch.float32, "reference")
-    counted = sum(case.selection.layer_weights(WIDTH, EXPERTS, EXPERT_WIDTH))
-    assert counted == sum(weight.numel() for weight in layer.parameters())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_parallel.config import make_config
+from moe_parallel.model.flops import ExpertLayerFlops, expert_layer_flops
 from moe_parallel.selection.tokens import Tokens
 from tests.layers.cases import CASES, close, direction, uoe
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, Case, build, run, values
@@ -110,5 +111,6 @@ def test_routing_neurons_of_all_experts_are_as_wide_as_one_expert(options, neuro
     config = make_config(sizes | {"expert_selection": "uoe"} | options)
     width = config.expert_width
     assert config.selection.routing_neurons(width, 4) == neurons
-    weights = config.selection.layer_weights(32, 4, width)
-    assert weights == (4 * 3 * 32 * neurons, 0, 4 * 3 * 32 * (width - neurons))
+    flops = expert_layer_flops(config)
+    expected = ExpertLayerFlops(2 * 4 * 3 * 32 * neurons, 2 * 3 * 32 * (width - neurons))
+    assert flops == expected

@@ -188,13 +188,8 @@ WITH_FREE = {
 }
 
 
-def test_free_experts_have_the_weights_that_their_options_say(counts: dict[str, Count]) -> None:
+def test_free_experts_have_their_weights(counts: dict[str, Count]) -> None:
     models = {name: MODELS[name] | FREE for name in WITH_FREE}
     (built,) = run_distributed(1, count_all, models)
     for name, more in WITH_FREE.items():
-        said, without = (
-            make_config(options).selection.layer_weights(768, 8, 3072)
-            for options in (models[name], MODELS[name])
-        )
-        assert said == without._replace(replicated=without.replicated + more)
         assert built[name][0] - counts[name][0] == 12 * more

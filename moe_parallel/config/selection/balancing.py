@@ -60,8 +60,8 @@ class Balancing(Selection):
 
 
 @dataclass(frozen=True)
-class BiasBalancing(Selection):
-    """Load balance without a loss (Wang et al. 2024): a bias for the selection only."""
+class BiasBalancing(Balancing):
+    """Load balance by losses, or without one (Wang et al. 2024): a bias for the selection only."""
 
     moe_router_enable_expert_bias: bool = option(
         False,
@@ -115,7 +115,7 @@ class BiasBalancing(Selection):
 
     @property
     def balancing_warning(self) -> str | None:
-        coefficient = getattr(self, "moe_aux_loss_coeff", 0.0)
+        coefficient = self.moe_aux_loss_coeff
         if not (self._solves and coefficient):
             return super().balancing_warning
         return (
@@ -187,7 +187,7 @@ class BiasBalancing(Selection):
                 "--moe-router-bias-update is quantile, but every token takes all "
                 f"{config.num_experts} experts: lower --moe-router-topk"
             )
-        if getattr(self, "moe_router_num_groups", None) is not None:
+        if getattr(self, "moe_router_num_groups", None) is not None:  # of topk
             raise InputError(
                 "--moe-router-bias-update is quantile, which does not support groups: use sign, "
                 "error or id, or leave out --moe-router-num-groups"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.parts import DispatchedSelection
-from moe_parallel.config.selection.selection import LayerWeights, ProductWeights, Selection
+from moe_parallel.config.selection.selection import Selection
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,33 +96,10 @@ class RoutedSelection(DispatchedSelection):
             return None
         return up_std(self.moe_gate_up_init_method, self.moe_gate_low_rank_size)
 
-    def weights_per_score(self, hidden_size: int) -> int:
-        return self.moe_router_hidden_size or hidden_size
-
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         if self.moe_gate_low_rank_size is None:
             return ffn_hidden_size
         return aoe_wide_size(hidden_size, ffn_hidden_size, self.moe_gate_low_rank_size)
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        router, rank = self.moe_router_hidden_size, self.moe_gate_low_rank_size
-        if router is not None:
-            weights = weights._replace(replicated=router * (hidden_size + num_experts))
-        if rank is not None:
-            weights = weights._replace(
-                replicated=weights.replicated + num_experts * hidden_size * rank,
-                expert_parallel=num_experts * (rank + 2 * hidden_size) * expert_width,
-            )
-        return weights
-
-    def product_weights(
-        self, hidden_size: int, num_experts: int, expert_width: int
-    ) -> ProductWeights:
-        """The first factor of W_g, which every rank holds, is a part of the experts."""
-        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
-        w_down = num_experts * hidden_size * (self.moe_gate_low_rank_size or 0)
-        return ProductWeights(scores - w_down, experts + w_down)
 
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
@@ -229,22 +206,6 @@ class AutonomousSelection(DispatchedSelection):
         width = self.expert_width(hidden_size, ffn_hidden_size)
         return f"{self.width_flag} {max(width - width % multiple, multiple)}"
 
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        rank = self.aoe_low_rank_size
-        down = num_experts * hidden_size * rank
-        expert = num_experts * (rank + 2 * hidden_size) * expert_width
-        replicated, expert = (0, expert + down) if self.aoe_gather_w_down else (down, expert)
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        return weights._replace(replicated=replicated, expert_parallel=expert)
-
-    def product_weights(
-        self, hidden_size: int, num_experts: int, expert_width: int
-    ) -> ProductWeights:
-        """W_down of all experts computes the scores, whichever rank holds it."""
-        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
-        gathered = self.aoe_gather_w_down * num_experts * hidden_size * self.aoe_low_rank_size
-        return ProductWeights(scores + gathered, experts - gathered)
-
     @property
     def chooses_greatest(self) -> bool:
         """Whether the K greatest norms are chosen where they are computed, and C with them."""
@@ -263,10 +224,6 @@ class AutonomousSelection(DispatchedSelection):
         """
         exact = self.aoe_gradient == "selected" and not self.probs_over_all
         return exact and self.chooses_greatest and not (fp8 or capacity)
-
-    def weights_per_score(self, hidden_size: int) -> int:
-        """A free expert has no norm: its score is a number of its own."""
-        return 1
 
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
@@ -333,9 +290,6 @@ class MergedSelection(Selection):
     def merging_prefix(self) -> int | None:
         """The number of first tokens that merge the experts for a whole text. None: others do."""
         return None
-
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
-        return 1, 1
 
     @property
     def choices_per_token(self) -> int:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.forced_routing import FORMS, parse_forced_routing
 from moe_parallel.config.message import flag, shown
 from moe_parallel.config.option import option
+from moe_parallel.config.selection.balancing import BiasBalancing
 from moe_parallel.config.selection.selection import (
     FreeKinds,
-    LayerWeights,
     Selection,
     SharedExpertSize,
     check_at_most_all,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TracedSelection(Selection):
-    """A system whose choices can be recorded, because each is an expert for a token."""
+class DispatchedSelection(Selection):
+    """The options of all systems that dispatch tokens to experts."""
 
     moe_router_trace: str | None = option(
         None,
@@ -35,36 +35,6 @@ class TracedSelection(Selection):
         "in training, tokens take the experts that this folder of --moe-router-trace names; "
         "probabilities come from the current scores. none: off",
     )
-
-    @property
-    def trace_folder(self) -> str | None:
-        return self.moe_router_trace
-
-    @property
-    def replay_folder(self) -> str | None:
-        return self.moe_router_replay
-
-    def check(self, config: Config, world_size: int) -> None:
-        super().check(config, world_size)
-        trace, replay = self.moe_router_trace, self.moe_router_replay
-        if replay is None:
-            return
-        if self.forced_routing is not None:
-            raise InputError(
-                f"--moe-router-replay is {replay}, but experts are forced ({self.forced_routing}): "
-                "remove one of them"
-            )
-        if replay == trace:
-            raise InputError(
-                f"--moe-router-replay and --moe-router-trace are both {replay}, so that the run "
-                "would overwrite what it replays: name another folder for the trace"
-            )
-
-
-@dataclass(frozen=True)
-class DispatchedSelection(TracedSelection):
-    """The options of all systems that dispatch tokens to experts."""
-
     moe_shared_expert_intermediate_size: int | None = option(
         None,
         "total width of the shared expert, a SwiGLU layer that computes every token; m shared "
@@ -82,6 +52,14 @@ class DispatchedSelection(TracedSelection):
     )
 
     @property
+    def trace_folder(self) -> str | None:
+        return self.moe_router_trace
+
+    @property
+    def replay_folder(self) -> str | None:
+        return self.moe_router_replay
+
+    @property
     def shared_expert(self) -> SharedExpertSize | None:
         width = self.moe_shared_expert_intermediate_size
         return None if width is None else SharedExpertSize(width, self.moe_shared_expert_gate)
@@ -91,22 +69,18 @@ class DispatchedSelection(TracedSelection):
         """Whether C = x W_down is sent with a token to its expert."""
         return False
 
-    def weights_per_score(self, hidden_size: int) -> int:
-        """The number of weights that score one expert, where its own matrices do not."""
-        return hidden_size
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        width = self.moe_shared_expert_intermediate_size or 0
-        return weights._replace(tensor_parallel=3 * hidden_size * width)
-
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        width = self.moe_shared_expert_intermediate_size
+        self._check_replay()
+        width, n = self.moe_shared_expert_intermediate_size, config.num_experts
         if width is None:
-            self._check_no_shared_expert()
+            for name in ("gate", "overlap"):
+                if getattr(self, f"moe_shared_expert_{name}"):
+                    raise InputError(
+                        f"--moe-shared-expert-{name} is true, but there is no shared expert: set "
+                        "--moe-shared-expert-intermediate-size"
+                    )
             return
-        n = config.num_experts
         limit = n * (config.moe.moe_ffn_hidden_size or config.model.ffn_hidden_size)
         if width > limit:
             raise InputError(
@@ -120,13 +94,18 @@ class DispatchedSelection(TracedSelection):
                 f"--tensor-model-parallel-size {tp} does not divide: choose a multiple of {tp}"
             )
 
-    def _check_no_shared_expert(self) -> None:
-        for name in ("gate", "overlap"):
-            if getattr(self, f"moe_shared_expert_{name}"):
-                raise InputError(
-                    f"--moe-shared-expert-{name} is true, but there is no shared expert: set "
-                    "--moe-shared-expert-intermediate-size"
-                )
+    def _check_replay(self) -> None:
+        trace, replay = self.moe_router_trace, self.moe_router_replay
+        if replay is not None and self.forced_routing is not None:
+            raise InputError(
+                f"--moe-router-replay is {replay}, but experts are forced ({self.forced_routing}): "
+                "remove one of them"
+            )
+        if replay is not None and replay == trace:
+            raise InputError(
+                f"--moe-router-replay and --moe-router-trace are both {replay}, so that the run "
+                "would overwrite what it replays: name another folder for the trace"
+            )
 
 
 @dataclass(frozen=True)
@@ -241,16 +220,6 @@ class FreeExperts(DispatchedSelection):
     def free_kinds(self) -> FreeKinds:
         return FreeKinds(self.moe_zero_experts, self.moe_copy_experts, self.moe_constant_experts)
 
-    def free_weights(self, hidden_size: int) -> int:
-        """The number of weights of the free experts of one layer, those of their scores too."""
-        constants = self.moe_constant_experts * 3 * hidden_size
-        return self.free_experts * self.weights_per_score(hidden_size) + constants
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        replicated = weights.replicated + self.free_weights(hidden_size)
-        return weights._replace(replicated=replicated)
-
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         if not self.free_experts:
@@ -279,8 +248,8 @@ class FreeExperts(DispatchedSelection):
 
 
 @dataclass(frozen=True)
-class FixedFreeExperts(FreeExperts):
-    """Free experts among a fixed number K of choices per token."""
+class TopKChoices(FreeExperts, BiasBalancing, FixedChoices):
+    """K choices of a token, which losses or a bias balance. Free experts may be among them."""
 
     moe_ffn_experts_per_token: float | None = option(
         None,
@@ -316,8 +285,7 @@ class FixedFreeExperts(FreeExperts):
         self._check_gate()
 
     def _check_bias(self) -> None:
-        biased = getattr(self, "moe_router_enable_expert_bias", False)
-        update = getattr(self, "moe_router_bias_update", "error")
+        biased, update = self.moe_router_enable_expert_bias, self.moe_router_bias_update
         if biased and update != "error":
             raise InputError(
                 f"--moe-router-bias-update is {update}, which would balance free experts like the "
@@ -332,7 +300,7 @@ class FixedFreeExperts(FreeExperts):
                 "set --moe-router-enable-expert-bias and --moe-router-bias-update error, or leave "
                 "it out"
             )
-        if k is not None and target > k:
+        if target > k:
             raise InputError(
                 f"--moe-ffn-experts-per-token is {target}, above --moe-router-topk {k}: choose at "
                 f"most {k}"

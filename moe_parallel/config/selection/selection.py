@@ -107,21 +107,6 @@ SELECTIONS: dict[str, type[Selection]] = {}
 _IN_TREE = "moe_parallel.systems"
 
 
-class LayerWeights(NamedTuple):
-    """The number of weights of a layer of experts, by the groups that divide them."""
-
-    replicated: int  # on every rank of the stage
-    tensor_parallel: int  # divided over tp
-    expert_parallel: int  # divided over ep and etp
-
-
-class ProductWeights(NamedTuple):
-    """The number of weights of a layer of experts that tokens are multiplied by, on all ranks."""
-
-    scores: int  # those that score the experts, and those of free experts
-    experts: int
-
-
 class FreeKinds(NamedTuple):
     """The number of free experts of each kind."""
 
@@ -175,25 +160,6 @@ class Selection(Section):
             if width > 0 and width % multiple == 0:
                 return f"--moe-ffn-hidden-size {size}"
         return ""
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        """The number of weights of one layer; here with a linear router and SwiGLU experts."""
-        return LayerWeights(
-            replicated=num_experts * hidden_size,
-            tensor_parallel=0,
-            expert_parallel=num_experts * 3 * hidden_size * expert_width,
-        )
-
-    def product_weights(
-        self, hidden_size: int, num_experts: int, expert_width: int
-    ) -> ProductWeights:
-        """The weights whose products with a token are the FLOPs of scores and of experts."""
-        weights = self.layer_weights(hidden_size, num_experts, expert_width)
-        return ProductWeights(weights.replicated, weights.expert_parallel)
-
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int] | None:
-        """The number of means that the router scores, and of merges. None: nothing is merged."""
-        return None
 
     @property
     def shared_expert(self) -> SharedExpertSize | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
+from moe_parallel.config.selection.balancing import BiasBalancing
 from moe_parallel.config.selection.kinds import AutonomousSelection
-from moe_parallel.config.selection.parts import FixedChoices, FixedFreeExperts
+from moe_parallel.config.selection.parts import TopKChoices
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AoESelection(
-    FixedFreeExperts, BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"
-):
+class AoESelection(TopKChoices, AutonomousSelection, system="aoe"):
     """Autonomy-of-Experts: the K experts with the largest norms; there is no router."""
 
     # Larger than for probabilities: norms differ by tenths, probabilities by hundredths.

@@ -30,10 +30,6 @@ class SegmentMergedSelection(Segments, MergedSelection):
         choices=("own", "uniform"),
     )
 
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
-        segments = -(-seq_length // self.lory_segment_length)
-        return segments, segments
-
     @property
     def settled_after(self) -> int | None:
         return 0 if self.lory_first_segment == "uniform" else super().settled_after
@@ -69,10 +65,6 @@ class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
     @property
     def merging_prefix(self) -> int:
         return self.lory_segment_length
-
-    def merges_of_sequence(self, seq_length: int) -> tuple[int, int]:
-        """The first segment has a merge of its own, because it has no gradient."""
-        return 1, min(2, super().merges_of_sequence(seq_length)[1])
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.kinds import AutonomousSelection
 from moe_parallel.config.selection.selection import (
-    LayerWeights,
     MovingCoefficient,
-    ProductWeights,
     TimeConstant,
     check_at_most_all,
 )
@@ -79,12 +77,6 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
     def controlled(self) -> str:
         return "balance_coefficient"
 
-    def product_weights(
-        self, hidden_size: int, num_experts: int, expert_width: int
-    ) -> ProductWeights:
-        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
-        return ProductWeights(scores - num_experts, experts)  # without the biases
-
     @property
     def adds_bias(self) -> bool:
         return True
@@ -119,10 +111,6 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
             f"the threshold of Routing-Free MoE is {theta:.4g}; the coefficient of its loss begins "
             f"at {initial:.3g} in a run of {config.training.train_iters} iterations"
         )
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        return weights._replace(replicated=weights.replicated + num_experts)
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.kinds import RoutedSelection
-from moe_parallel.config.selection.parts import FixedChoices, FixedFreeExperts
+from moe_parallel.config.selection.parts import TopKChoices
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TopKSelection(
-    FixedFreeExperts, BiasBalancing, Balancing, FixedChoices, RoutedSelection, system="topk"
-):
+class TopKSelection(TopKChoices, RoutedSelection, system="topk"):
     """A linear router selects the K most probable experts (Shazeer 2017; Switch for K = 1)."""
 
     moe_router_score_function: str = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_parallel.config import FixedChoices, FixedFreeExperts
+from moe_parallel.config import FixedChoices, TopKChoices
 from moe_parallel.layers import RoutedLayer, Rules, System, register
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
@@ -38,7 +38,7 @@ def _rule(selection: TopKSelection) -> TopK:
     return TopK(k, probs, topk.softmax, topk.softmax, groups=groups)
 
 
-def beside_free(selection: FixedFreeExperts, probs: ProbsOf) -> ProbsOf:
+def beside_free(selection: TopKChoices, probs: ProbsOf) -> ProbsOf:
     """`probs` as --moe-zero-expert-gate asks."""
     if selection.moe_zero_expert_gate == "keep":
         return probs

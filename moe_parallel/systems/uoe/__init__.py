@@ -8,12 +8,11 @@ from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
+from moe_parallel.config.selection.balancing import BiasBalancing
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     FixedChoices,
 )
-from moe_parallel.config.selection.selection import LayerWeights
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, system="uoe"):
+class UoESelection(BiasBalancing, FixedChoices, DispatchedSelection, system="uoe"):
     """UoE: the K experts whose routing neurons have the largest norms; there is no router."""
 
     uoe_routing_neurons: int | None = option(
@@ -74,15 +73,6 @@ class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, 
 
     def dispatched_width(self, expert_width: int, num_experts: int) -> int:
         return expert_width - self.routing_neurons(expert_width, num_experts)
-
-    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        weights = super().layer_weights(hidden_size, num_experts, expert_width)
-        neurons = self.routing_neurons(expert_width, num_experts)
-        of_one_each = num_experts * 3 * hidden_size
-        return weights._replace(
-            replicated=of_one_each * neurons,
-            expert_parallel=of_one_each * (expert_width - neurons),
-        )
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
