@@ -237,10 +237,12 @@ class DispatchedLayer(ExpertLayer):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs, and
         their values without coefficients."""
-        values = {each.name: each.of(choices, tokens) for each in self.losses}
-        weighted = [each.weighted(values[each.name]) for each in self.losses]
-        x_TD = self.context.add_loss(x_TD, torch.stack(weighted).sum())
-        return x_TD, {name: value.detach() for name, value in values.items()}
+        values, weighted = {}, []
+        for each in self.losses:
+            value = each.of(choices, tokens)
+            values[each.name] = value.detach()
+            weighted.append(each.weighted(value))
+        return self.context.add_loss(x_TD, torch.stack(weighted).sum()), values
 
     def current_rule(self) -> Rule:
         """The rule of this forward pass; evaluation may use a different rule."""
