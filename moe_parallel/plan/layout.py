@@ -98,11 +98,6 @@ class Layout:
         return Group("cp", self.cp, self.tp)
 
     @property
-    def tp_cp_group(self) -> Group:
-        """The ranks that share the tokens of a micro-batch."""
-        return Group("tp" if self.cp == 1 else "tp x cp", self.tp * self.cp, 1)
-
-    @property
     def dp_group(self) -> Group:
         """The ranks that hold the same dense weights."""
         return Group("dp" if self.cp == 1 else "cp x dp", self.cp * self.dp, self.tp)
@@ -114,19 +109,6 @@ class Layout:
     @property
     def pp_group(self) -> Group:
         return Group("pp", self.pp, self.tp * self.cp * self.dp)
-
-    @property
-    def etp_group(self) -> Group:
-        return Group("etp", self.etp, 1)
-
-    @property
-    def ep_group(self) -> Group:
-        return Group("ep", self.ep, self.etp)
-
-    @property
-    def etp_ep_group(self) -> Group:
-        """The ranks that hold every expert once, between which tokens are dispatched."""
-        return Group("etp x ep", self.etp * self.ep, 1)
 
     def unlike_stages(self, moe_layers: Sequence[bool]) -> Sequence[int]:
         """The stages among which is the one that needs most.
@@ -145,11 +127,6 @@ class Layout:
         each = num_layers // (self.pp * self.virtual)
         first = (chunk * self.pp + stage) * each
         return range(first, first + each)
-
-    def kinds_of_layer(self, moe_layers: Sequence[bool], stage: int, chunk: int) -> Counter[bool]:
-        """The numbers of dense (False) and of MoE layers (True) of a chunk."""
-        numbers = self.chunk_layers(len(moe_layers), stage, chunk)
-        return Counter(moe_layers[number] for number in numbers)
 
     def begins(self, stage: int, chunk: int) -> bool:
         """Whether the chunk has the embedding."""

@@ -411,11 +411,3 @@ def _gradients(model: Model, stage: int) -> Iterator[Collective]:
         for weight in weights:
             if weight.table:
                 yield Collective(GRADIENTS, ALL_REDUCE, ends, GRADIENT_BYTES * weight.size, 1)
-
-
-def wire_of(messages: Iterable[Collective], node_size: int) -> Wire:
-    """The bytes that a rank sends in a step."""
-    total = Wire()
-    for each in messages:
-        total += each.wire(node_size).times(each.times)
-    return total
