@@ -32,8 +32,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from moe_parallel.collective_errors import rank_0_first
 from moe_parallel.data.index_cache import IndexCache
-from moe_parallel.data.indexed import check_indexed
-from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.indexed import check_indexed, read_manifest
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.sources import Source
 from moe_parallel.data.tokenizer import Tokenizer

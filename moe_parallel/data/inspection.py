@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from moe_parallel.config.message import counted
-from moe_parallel.data.indexed import check_indexed, type_of_ids
-from moe_parallel.data.manifest import Manifest, read_manifest
-from moe_parallel.data.progress import ShowProgress
+from moe_parallel.data.indexed import (
+    Manifest,
+    ShowProgress,
+    check_indexed,
+    read_manifest,
+    type_of_ids,
+)
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_parallel.data.indexed_writer import write_indexed
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.inspection import (
     Inspected,
     Samples,

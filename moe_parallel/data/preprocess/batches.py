@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from moe_parallel.data.manifest import SourceFile
+from moe_parallel.data.indexed import SourceFile
 from moe_parallel.data.preprocess.compressed import PARQUET, DigestedFile, blocks
 from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.parquet import read_columns

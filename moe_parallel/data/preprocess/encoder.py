@@ -5,8 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from moe_parallel.data.indexed_writer import id_type
-from moe_parallel.data.manifest import Size
+from moe_parallel.data.indexed import Size, id_type
 from moe_parallel.data.preprocess.batches import RawBatch
 from moe_parallel.data.preprocess.records import Bad, Columns
 from moe_parallel.data.tokenizer import Tokenizer

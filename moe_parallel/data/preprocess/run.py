@@ -10,13 +10,17 @@ from pathlib import Path
 
 from moe_parallel.config.message import counted
 from moe_parallel.data.atomic_files import staging, uninterrupted
-from moe_parallel.data.indexed_writer import IndexedWriter, WrittenDataset, check_new, move_indexed
-from moe_parallel.data.manifest import Size
+from moe_parallel.data.indexed import (
+    IndexedWriter,
+    ShowProgress,
+    Size,
+    check_new,
+    move_indexed,
+)
 from moe_parallel.data.preprocess.batches import Reader
 from moe_parallel.data.preprocess.inputs import InputFile, find_inputs
 from moe_parallel.data.preprocess.records import Bad, Columns
 from moe_parallel.data.preprocess.workers import encoding
-from moe_parallel.data.progress import ShowProgress
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
 
@@ -197,7 +201,7 @@ def _write(
     tokenizer: Tokenizer,
     folder: Path,
     progress: ShowProgress,
-) -> tuple[dict[str, tuple[WrittenDataset, int]], int]:
+) -> tuple[dict[str, tuple[Size, int]], int]:
     """Writes the datasets to `folder`.
 
     Returns:
@@ -259,7 +263,7 @@ def _publish(work: Preprocessing, folder: Path) -> None:
 def _summary(
     work: Preprocessing,
     tokenizer: Tokenizer,
-    written: dict[str, tuple[WrittenDataset, int]],
+    written: dict[str, tuple[Size, int]],
     bad: int,
 ) -> list[str]:
     lines = []

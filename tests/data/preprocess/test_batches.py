@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.data.manifest import SourceFile
+from moe_parallel.data.indexed import SourceFile
 from moe_parallel.data.preprocess import batches, records
 from moe_parallel.data.preprocess.batches import Reader
 from moe_parallel.data.preprocess.inputs import find_inputs

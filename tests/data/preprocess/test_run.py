@@ -17,7 +17,7 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pyarrow import parquet
 
-from moe_parallel.data.manifest import Manifest, Size, read_manifest
+from moe_parallel.data.indexed import Manifest, Size, read_manifest
 from moe_parallel.data.preprocess import batches
 from moe_parallel.data.preprocess.run import Preprocessing, preprocess
 from moe_parallel.data.sealed import file_digest
@@ -292,7 +292,7 @@ def test_a_full_disk_leaves_nothing(
         if path.name == f"my_{keys[-1]}_document.idx":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("moe_parallel.data.indexed_writer.flush_to_disk", full)
+    monkeypatch.setattr("moe_parallel.data.indexed.flush_to_disk", full)
     message = r"out/my cannot be written \(No space left on device\): name a folder on a disk"
     with pytest.raises(InputError, match=message):
         preprocess(run, no_progress)
