@@ -18,8 +18,7 @@ from typing import Any
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config
-from moe_parallel.data.indexed import check_indexed
-from moe_parallel.data.indexed import read_manifest
+from moe_parallel.data.indexed import check_indexed, read_manifest
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.sources import Source
 from moe_parallel.errors import InputError

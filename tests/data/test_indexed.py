@@ -197,7 +197,7 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_indexed(prefix, DOCUMENTS, 10)
     for _ in range(2):
         check_indexed(str(prefix), 10)
-        monkeypatch.setattr("moe_parallel.data.indexed._CHUNK", None)
+        monkeypatch.setattr("moe_parallel.data.indexed.hashlib", None)
     with pytest.raises(InputError, match="outside the vocabulary of 9"):
         check_indexed(str(prefix), 9)
 
