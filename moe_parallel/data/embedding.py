@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from moe_parallel.data.indexed import ANY_VOCABULARY, check_indexed, read_manifest, type_of_ids
-from moe_parallel.data.tokenizer import Tokenizer
-from moe_parallel.data.tokenizer_files import ask_hub, first_line, hush_transformers
+from moe_parallel.data.tokenizer import Tokenizer, ask_hub, first_line, hush_transformers
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
