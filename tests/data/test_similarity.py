@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_parallel.data.datasets import build_datasets
+from moe_parallel.data.datasets import Source, build_datasets
 from moe_parallel.data.embedding import Documents, HashedTfIdf
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.similarity import (
@@ -24,7 +24,6 @@ from moe_parallel.data.similarity import (
     inverted_index,
     lonely_first,
 )
-from moe_parallel.data.sources import Source
 from moe_parallel.errors import InputError
 from tests.data.hostile import Payload
 from tests.data.small_text import NUMBERS
