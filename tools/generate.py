@@ -116,7 +116,7 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _prompts(own: argparse.Namespace) -> list[str]:
-    from moe_parallel.data.preprocess.texts import read_texts
+    from moe_parallel.data.text_files import read_texts
 
     prompts = list(read_texts(Path(own.input))) if own.input else own.prompt or []
     if own.input and not prompts:

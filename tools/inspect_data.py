@@ -64,15 +64,14 @@ def inspect(flags: argparse.Namespace) -> int:
         raise InputError(f"--samples {flags.samples}, --seed {flags.seed}: give at least 0")
     load_torch()
 
-    from moe_parallel.data.inspection import Samples, changed_sources, inspected
+    from moe_parallel.data.inspection import changed_sources, inspected
     from moe_parallel.data.tokenizer import build_tokenizer
 
     tokenizer = None
     if flags.tokenizer_model is not None or flags.tokenizer_type == "NullTokenizer":
         tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size)
-    samples = Samples(flags.samples, flags.documents, flags.characters, flags.seed)
     changed = False
-    for data, report in inspected(flags.data_path, tokenizer, samples, progress):
+    for data, report in inspected(flags, tokenizer, progress):
         print("\n".join([data.prefix, *(f"  {line}" for line in report)]), flush=True)
         if flags.check_sources:
             wrong = changed_sources(data)

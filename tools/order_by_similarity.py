@@ -138,9 +138,9 @@ def order(flags: argparse.Namespace) -> None:
     """Write the ordered dataset and print a summary."""
     load_torch()
 
-    from moe_parallel.data.similarity.order import Order, order_by_similarity
+    from moe_parallel.data.similarity import order_by_similarity
 
-    print(order_by_similarity(Order(**vars(flags)), progress))
+    print(order_by_similarity(flags, progress))
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ def _add_output(group: _ArgumentGroup) -> None:
 
 def work(flags: Namespace) -> None:
     """Write the datasets and print what was written."""
-    from moe_parallel.data.preprocess.run import Preprocessing, preprocess
+    from moe_parallel.data.preprocess import preprocess
 
     check_positive(flags, "workers")
-    print("\n".join(preprocess(Preprocessing(**vars(flags)), partial(progress, unit="B"))))
+    print("\n".join(preprocess(flags, partial(progress, unit="B"))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training and validation data through Megatron-Core's GPTDataset.
+"""Training and validation data from the sources of --data-path, through Megatron-Core's GPTDataset.
 
 Every rank builds the datasets, which are memory maps. Rank 0 goes first and writes the indices (the
 document and token at which each sample starts); the other ranks then find them.
@@ -12,14 +12,18 @@ Held-out samples and their order depend on the sources and --seq-length alone.
 """
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
@@ -31,13 +35,84 @@ from megatron.core.datasets.utils import Split, normalize
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from moe_parallel.collective_errors import rank_0_first
-from moe_parallel.data.index_cache import IndexCache
-from moe_parallel.data.indexed import check_indexed
-from moe_parallel.data.manifest import read_manifest
-from moe_parallel.data.sealed import file_digest
-from moe_parallel.data.sources import Source
+from moe_parallel.data.atomic_files import locked, remove
+from moe_parallel.data.indexed import check_indexed, read_manifest
+from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One domain's text.
+
+    Attributes:
+        domain: name under which its validation is reported.
+        weight: share in the training blend, up to a common factor; None: proportional to tokens.
+        train_prefix: indexed dataset (path without .bin or .idx) of the training text.
+        valid_prefix: indexed dataset of the validation text; the same if `split` divides it.
+        split: proportions of one file for training, validation and test, "969,30,1" in
+            plain decimals; None: two files.
+    """
+
+    domain: str
+    weight: float | None
+    train_prefix: str
+    valid_prefix: str
+    split: str | None
+
+
+def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
+    """Read --data-path: one prefix, prefixes, or weight prefix weight prefix ...
+
+    Each prefix is a domain, named after the last part of its path (with a number if it repeats).
+
+    Args:
+        data_path: the words of the flag.
+        split: up to three numbers, as config.validate accepts them.
+
+    Raises:
+        InputError: weights that are missing, not numbers, or not positive.
+    """
+    words = [word.strip() for word in data_path]
+    if not words:
+        raise InputError("--data-path is empty: give the prefix of a .bin/.idx pair")
+    prefixes, weights = words, list[float | None]([None] * len(words))
+    # As in Megatron: every second word is a weight, or none is.
+    if len(words) > 1 and any(_number(word) is not None for word in words):
+        if len(words) % 2:
+            raise InputError(
+                f"--data-path {' '.join(words)}: a weight or a prefix is missing; "
+                "give weight prefix weight prefix ..."
+            )
+        prefixes, weights = words[1::2], [_number(word) for word in words[::2]]
+        for word, weight, prefix in zip(words[::2], weights, prefixes, strict=True):
+            if weight is None or weight <= 0:
+                raise InputError(
+                    f"--data-path: the weight {word!r} of {prefix} is not a number above 0; "
+                    "give weight prefix weight prefix ..."
+                )
+    names: list[str] = []
+    for prefix in prefixes:
+        name, count = Path(prefix).name, 1
+        while name in names:
+            count += 1
+            name = f"{Path(prefix).name}_{count}"
+        names.append(name)
+    # Plain decimals, because Megatron would read 1e2 as 1, 2.
+    plain = [np.format_float_positional(float(part), trim="-") for part in split.split(",")]
+    return [
+        Source(name, weight, prefix, prefix, ",".join(plain))
+        for name, weight, prefix in zip(names, weights, prefixes, strict=True)
+    ]
+
+
+def _number(word: str) -> float | None:
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +193,15 @@ def build_datasets(
         [1 + math.ceil(1.005 * weight * end) for end in (*extends, train_samples)]
         for weight in weights
     ]
-    cache = IndexCache(
-        cache_folder / f"indices-{_cache_key(sources, tokenizer, seq_length, shares, seed)}"
-    )
+    key = _cache_key(sources, tokenizer, seq_length, shares, seed)
+    cache = cache_folder / f"indices-{key}"
+    warnings: list[str] = []
 
     def dataset(part: _Part, side: Split, samples: int | None, seed: int) -> GPTDataset:
         config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
-            path_to_cache=str(cache.folder),
+            path_to_cache=str(cache),
             tokenizer=tokenizer,
             reset_position_ids=restart_positions,
             reset_attention_mask=False,
@@ -149,7 +224,7 @@ def build_datasets(
 
     @functools.cache  # rank 0 is asked twice
     def build() -> tuple[list[list[GPTDataset]], dict[str, GPTDataset]]:
-        with cache.opened():
+        with index_cache(cache, warnings):
             return [
                 extended(train, ends) for (train, _), ends in zip(parts, shares, strict=True)
             ], {
@@ -163,7 +238,12 @@ def build_datasets(
         # Megatron would use the first sample's loss mask for all others. If the padded last sample
         # were read first, its padding would be masked in every sample.
         each.masks_and_position_ids_are_cacheable = False
-    warnings = [each for each in (cache.warning, _unchecked(sources)) if each is not None]
+    unknown = [each.train_prefix for each in sources if read_manifest(each.train_prefix) is None]
+    if unknown:
+        warnings.append(
+            f"no manifest next to {', '.join(unknown)} (Megatron writes none): whether the content "
+            "is what was written, and this run's tokenizer the one that wrote it, is not checked"
+        )
     names = [source.domain for source in sources]
     firsts = {name: legs[0] for name, legs in zip(names, train, strict=True)}
     return Datasets(_blend(train, weights, train_samples), firsts, valid, tuple(warnings))
@@ -174,6 +254,25 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
     for i in dataset.indices:
         ids = dataset.dataset[int(i)]
         yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
+
+
+def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The tokens of each document in the validation part of a source, without its end.
+
+    They are those of `Datasets.valid`, in the order of the file. An empty document is left out.
+
+    Raises InputError for data of another tokenizer, and for files as in check_indexed.
+    """
+    check_tokenizer(source.valid_prefix, tokenizer)
+    check_indexed(source.valid_prefix, tokenizer.vocab_size)
+    dataset = IndexedDataset(source.valid_prefix)
+    chosen_D = documents_of(source, len(dataset.document_indices) - 1)[-1]
+    for number in () if chosen_D is None else np.flatnonzero(chosen_D):
+        first, last = dataset.document_indices[number : number + 2]
+        ids = np.concatenate([dataset[i] for i in range(first, last)])
+        ids = ids[ids != tokenizer.eod]
+        if len(ids):
+            yield ids.tolist()
 
 
 def documents_of(source: Source, documents: int) -> list[np.ndarray | None]:
@@ -262,17 +361,6 @@ def _short(fingerprint: str | None) -> str:
     return str(fingerprint)[:12]
 
 
-def _unchecked(sources: Sequence[Source]) -> str | None:
-    """A warning that names the sources without a manifest, whose content cannot be checked."""
-    prefixes = [each.train_prefix for each in sources if read_manifest(each.train_prefix) is None]
-    if not prefixes:
-        return None
-    return (
-        f"no manifest next to {', '.join(prefixes)} (Megatron writes none): whether the content is "
-        "what was written, and this run's tokenizer the one that wrote it, is not checked"
-    )
-
-
 def _weights(sources: Sequence[Source], tokens: Sequence[int]) -> list[float]:
     """Shares of the training blend, adding up to 1."""
     given = [
@@ -324,3 +412,88 @@ def _cache_key(
     ]
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def index_cache(folder: Path, warnings: list[str]) -> Iterator[None]:
+    """Megatron may write indices to the folder in this context, and find them.
+
+    Called by every rank. Megatron-Core names these files by what they are computed from. It accepts
+    incomplete and edited files, and reads them with numpy's `allow_pickle=True`, so a file that is
+    a pickle could execute code. Here `complete.json`, written last, lists the files with their
+    checksums, and rank 0 compares them before any rank reads. They depend on the data only: a
+    folder that fails the comparison is rebuilt, with the same bytes. The other ranks need no lock:
+    they read after rank 0 has built.
+
+    Args:
+        folder: of the indices.
+        warnings: on rank 0, gets what was wrong with the earlier content.
+
+    Raises:
+        InputError: the folder cannot be written, or a file of the data cannot be read.
+    """
+    record = folder / "complete.json"
+    builds = not dist.is_initialized() or dist.get_rank() == 0
+    with ExitStack() as lock:
+        with _cache_told(folder):
+            if builds:
+                lock.enter_context(locked(folder.with_name(f"{folder.name}.lock")))
+                found = record.is_file()  # else never built, or its build was killed
+                builds = not (found and _is_whole(record))
+                if builds:
+                    remove(folder)
+                    if found:
+                        damaged = f"the indices in {folder} were damaged: they are built again"
+                        warnings.append(damaged)
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise InputError(
+                    f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
+                    "--data-path names, and the --data-cache-path that rank 0 writes"
+                ) from None
+            # numpy's error about an array that it wrote only in part has no errno.
+            if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+                with _cache_told(folder):
+                    raise
+            raise
+        if builds:
+            with _cache_told(folder):
+                folder.mkdir(exist_ok=True)
+                write_sealed(record, {"files": _files_beside(record)})
+
+
+def _is_whole(record: Path) -> bool:
+    """Whether the files are those of the record, and arrays of integers, and no pickles."""
+    try:
+        whole = read_sealed(record).get("files") == _files_beside(record)
+    except ValueError:
+        return False
+    for path in record.parent.glob("*.npy") if whole else ():
+        try:
+            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+        except OSError:
+            raise
+        except Exception:  # arbitrary bytes may cause any error
+            return False
+        whole &= isinstance(array, np.ndarray) and array.dtype.kind in "iu"
+    return whole
+
+
+def _files_beside(record: Path) -> dict[str, str]:
+    """The digest of every other file, by name."""
+    others = (path for path in record.parent.iterdir() if path != record)
+    return {path.name: file_digest(path) for path in sorted(others)}
+
+
+@contextmanager
+def _cache_told(folder: Path) -> Iterator[None]:
+    """Convert an OSError in the block to the error of a cache that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"--data-cache-path {folder.parent} cannot be written ({error.strerror or error}): "
+            "name a folder on a disk with room"
+        ) from None

@@ -1,53 +1,288 @@
 """Megatron indexed datasets: `PREFIX.bin` has token ids, `PREFIX.idx` the place of each document.
 
-indexed_writer.py writes them and Megatron-Core's own classes read them. Three things are added to
-Megatron's format: a pair of files is published completely or not at all, it has a manifest, and the
-error for a bad file is one line.
+Megatron-Core's own classes read them. Three things are added to its format: a pair of files is
+published completely or not at all, it has a manifest, and the error for a bad file is one line.
 
-The manifest (manifest.py) has checksums of both files. The index, which training reads completely
-anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and again when the
-file system reports that it has changed or is a copy (`st_ctime`, which only a write, a rename and
-the like can set). `PREFIX.range.json` contains the result; without it, the file is read again.
+The manifest, `PREFIX.manifest.json`, has checksums of both files. The index, which training reads
+completely anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and
+again when the file system reports that it has changed or is a copy (`st_ctime`, which only a write,
+a rename and the like can set). `PREFIX.range.json` contains the result; without it, the file is
+read again. Datasets that Megatron's own tools wrote have no manifest and are used unchecked.
 
 Layout of an index (little-endian): b"MMIDIDX\\0\\0", version u64 = 1, type code u8, number of
 sequences u64, number of documents u64 (one more than there are), lengths i32, byte offsets i64,
 document boundaries i64, and for multimodal data a mode i8 a sequence.
 """
 
+import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType
 
-from moe_parallel.data.indexed_writer import (
-    INDEX_HEADER,
-    MAGIC,
-    WrittenDataset,
-    check_new,
-    move_indexed,
-    write_indexed,
-)
-from moe_parallel.data.manifest import Manifest, manifest_path, read_manifest
+from moe_parallel.data.atomic_files import flush_to_disk, staging, uninterrupted
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 
-__all__ = [
-    "WrittenDataset",
-    "check_indexed",
-    "check_new",
-    "move_indexed",
-    "tokenize_documents",
-    "type_of_ids",
-    "write_indexed",
-]
+#: A label and the amount of work (None: unknown) -> a context that gives a function, which receives
+#: the amount of work done since its last call.
+ShowProgress = Callable[[str, int | None], AbstractContextManager[Callable[[int], object]]]
+
+#: Every id in an indexed dataset that Megatron wrote is below this.
+ANY_VOCABULARY = 2**31
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+# By code, from 1 on: to import Megatron-Core for them would take seconds in each worker.
+_TYPES = [np.dtype(name) for name in "u1 i1 i2 i4 i8 f8 f4 u2".split()]
 
 # Tokens read at a time when a .bin file is scanned: 32 to 64 MiB of memory.
 _CHUNK = 16 * 2**20
+
+_FORMAT = 2
+# Fields that manifests of format 1, of earlier versions, did not have.
+_NEW_IN_2 = ("sources", "domains")
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """A file of text that the documents came from: its path when read, size and SHA-256."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The numbers of documents and tokens of a dataset or a domain."""
+
+    documents: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Content and origin of PREFIX.bin and PREFIX.idx. The same documents give the same manifest.
+
+    Attributes:
+        documents, tokens: numbers of these in the dataset.
+        bin_sha256, idx_sha256: of the files.
+        tokenizer: fingerprint of the tokenizer that produced the ids; None: unknown.
+        seq_length: the --seq-length for which the documents were cut; None: any.
+        sources: the files of text, in the order in which they were read; None: unknown.
+        domains: the size of each domain; they add up to the dataset. None: unknown.
+    """
+
+    documents: int
+    tokens: int
+    bin_sha256: str
+    idx_sha256: str
+    tokenizer: str | None = None
+    seq_length: int | None = None
+    sources: tuple[SourceFile, ...] | None = None
+    domains: Mapping[str, Size] | None = None
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.manifest.json")  # not with_suffix: a prefix may contain dots
+
+
+def read_manifest(prefix: str | Path) -> Manifest | None:
+    """The manifest of a dataset; None if it has none.
+
+    Raises:
+        InputError: a manifest that is damaged, or of another format.
+    """
+    path = manifest_path(prefix)
+    if not os.path.lexists(path):
+        return None
+    wrong = f"--data-path {prefix}: {path}"
+    remedy = "restore it, or delete it to use the dataset unchecked"
+    try:
+        content = read_sealed(path)
+    except ValueError as error:
+        raise InputError(f"{wrong} is damaged ({error}); {remedy}") from None
+    except OSError as error:
+        raise InputError(f"{wrong} cannot be read ({error.strerror}); {remedy}") from None
+    found = content.pop("format", None)
+    if found == 1 and not content.keys() & set(_NEW_IN_2):
+        content |= dict.fromkeys(_NEW_IN_2)
+    elif found != _FORMAT:
+        raise InputError(f"{wrong} is not of format {_FORMAT}, which this program reads; {remedy}")
+    try:
+        if content["sources"] is not None:
+            content["sources"] = tuple(_checked(SourceFile, each) for each in content["sources"])
+        if (domains := content["domains"]) is not None:
+            content["domains"] = {name: _checked(Size, each) for name, each in domains.items()}
+        manifest: Manifest = _checked(Manifest, content)
+        if domains is not None:
+            parts = [dataclasses.astuple(size) for size in content["domains"].values()]
+            if (manifest.documents, manifest.tokens) != tuple(map(sum, zip(*parts, strict=True))):
+                raise ValueError("the domains do not add up")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(
+            f"{wrong} is not of format {found}: a field is missing, new or of another type; "
+            f"{remedy}"
+        ) from None
+    return manifest
+
+
+def _checked(kind: type, content: dict[str, Any]) -> Any:
+    """A record of the class `kind`. Raises TypeError for another field or type."""
+    record = kind(**content)
+    if content.keys() != kind.__annotations__.keys():
+        raise TypeError("a field is missing")
+    for name, of in kind.__annotations__.items():
+        if name not in _NEW_IN_2 and not isinstance(getattr(record, name), of):
+            raise TypeError(name)
+    return record
+
+
+def id_type(vocab_size: int) -> np.dtype:
+    """Megatron's type for ids below `vocab_size`: uint16 if it is below 65,500, else int32."""
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin, .idx and .manifest.json. `finish` completes them.
+
+    The bytes are those of Megatron-Core's builder, which keeps some hundred bytes per document
+    until the end; this one keeps 4. The files have their names from the start, so the prefix should
+    be in a temporary folder (atomic_files.staging).
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self._prefix = prefix
+        self._dtype = id_type(vocab_size)
+        self._digest = hashlib.sha256()
+        self._bin = open(f"{prefix}.bin", "wb")
+        self._lengths = array("i")
+        self._tokens = 0
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._bin.close()
+        except OSError:  # the rest of the buffer, on a full disk: the first error counts
+            if error is None:
+                raise
+
+    def add(self, lengths_N: np.ndarray, ids_T: np.ndarray) -> None:
+        """Append N documents.
+
+        Args:
+            lengths_N: int32, tokens of each document, at least 1.
+            ids_T: ids of all of them in the type `id_type(vocab_size)`.
+        """
+        assert ids_T.dtype == self._dtype and lengths_N.dtype == np.int32
+        assert lengths_N.sum(dtype=np.int64) == len(ids_T)
+        self._digest.update(ids_T.data)
+        self._bin.write(ids_T.data)
+        self._lengths.frombytes(lengths_N.tobytes())
+        self._tokens += len(ids_T)
+
+    def finish(self, **origin: Any) -> Size:
+        """Write the index and the manifest, and flush all to the disk.
+
+        Args:
+            origin: tokenizer, seq_length, sources and domains of Manifest, if they are known.
+
+        Raises:
+            InputError: there is no document.
+        """
+        count = len(self._lengths)
+        if not count:
+            raise InputError(
+                f"there is no text to write to {self._prefix.name}: the input is empty"
+            )
+        self._bin.close()
+        idx = Path(f"{self._prefix}.idx")
+        lengths_N = np.frombuffer(self._lengths, dtype=np.int32)
+        offsets_N = np.cumsum(lengths_N, dtype=np.int64)
+        offsets_N -= lengths_N
+        offsets_N *= self._dtype.itemsize
+        with idx.open("wb") as stream:
+            code = 1 + _TYPES.index(self._dtype)
+            stream.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+            for part in (lengths_N, offsets_N, np.arange(count + 1, dtype=np.int64)):
+                stream.write(part.data)
+        flush_to_disk(Path(f"{self._prefix}.bin"))
+        flush_to_disk(idx)
+        manifest = Manifest(
+            documents=count,
+            tokens=self._tokens,
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=file_digest(idx),
+            **origin,
+        )
+        content = {"format": _FORMAT, **dataclasses.asdict(manifest)}
+        write_sealed(manifest_path(self._prefix), content)
+        return Size(count, self._tokens)
+
+
+def write_indexed(
+    prefix: Path, documents: Iterable[list[int]], vocab_size: int, **origin: Any
+) -> Size:
+    """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
+
+    The files are written in a temporary folder and the index is renamed last, so a killed writer
+    leaves nothing that looks like a dataset. Empty documents are left out. An existing dataset is
+    replaced: see check_new.
+
+    Args:
+        prefix: path without suffix.
+        documents: token ids below `vocab_size`.
+        vocab_size: of the tokenizer.
+        origin: see IndexedWriter.finish.
+
+    Raises:
+        InputError: there is no document.
+    """
+    dtype = id_type(vocab_size)
+    with staging(prefix) as folder:
+        temporary = folder / prefix.name
+        with IndexedWriter(temporary, vocab_size) as writer:
+            for ids in documents:
+                if ids:
+                    assert max(ids) < vocab_size, (max(ids), vocab_size)
+                    writer.add(np.array([len(ids)], dtype=np.int32), np.array(ids, dtype=dtype))
+            written = writer.finish(**origin)
+        with uninterrupted():
+            move_indexed(temporary, prefix)
+    return written
+
+
+def check_new(prefix: Path | str, overwrite: bool) -> None:
+    """Raise InputError if PREFIX.bin or PREFIX.idx exists and is not to be overwritten."""
+    for suffix in (".bin", ".idx"):
+        if not overwrite and os.path.lexists(f"{prefix}{suffix}"):
+            raise InputError(
+                f"{prefix}{suffix} exists: give another --output-prefix, or --overwrite"
+            )
+
+
+def move_indexed(source: Path, target: Path) -> None:
+    """Rename a dataset to another prefix on the same disk; replaces a dataset that is there."""
+    Path(f"{target}.idx").unlink(missing_ok=True)
+    os.replace(f"{source}.bin", f"{target}.bin")
+    os.replace(manifest_path(source), manifest_path(target))
+    os.replace(f"{source}.idx", f"{target}.idx")
 
 
 def tokenize_documents(
@@ -68,8 +303,6 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     """Check that PREFIX.bin and PREFIX.idx are complete and fit each other and the vocabulary.
 
     Both are compared with PREFIX.manifest.json if it exists, as described at the top of this file.
-    The result of a scan of PREFIX.bin is stored in PREFIX.range.json if that can be written, so
-    that a large file is scanned once.
 
     Returns:
         int32 [number of sequences]: tokens per sequence.
@@ -105,9 +338,9 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     if manifest is not None:
         _check_index(prefix, lengths, manifest)
     found = _scanned(prefix, dtype)
-    if manifest is not None and found.sha256 != manifest.bin_sha256:
+    if manifest is not None and found["sha256"] != manifest.bin_sha256:
         raise InputError(_not_of_manifest(prefix, ".bin"))
-    if found.smallest < 0 or found.largest >= vocab_size:
+    if found["smallest"] < 0 or found["largest"] >= vocab_size:
         raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
     return lengths
 
@@ -127,10 +360,10 @@ def _check_index(prefix: str, lengths: np.ndarray, manifest: Manifest) -> None:
 
 
 def type_of_ids(prefix: str) -> np.dtype:
-    """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
+    """The type of the ids, from a checked index."""
     with open(f"{prefix}.idx", "rb") as stream:
-        code = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))[2]
-    return np.dtype(DType.dtype_from_code(code))
+        code = _HEADER.unpack(stream.read(_HEADER.size))[2]
+    return _TYPES[code - 1]
 
 
 def _hint(prefix: str) -> str:
@@ -151,25 +384,24 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
     wrong = f"--data-path {prefix}: {path} is"
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
-        header = stream.read(INDEX_HEADER.size)
-    if not header.startswith(MAGIC) and header[: len(MAGIC)] != MAGIC[: len(header)]:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(_MAGIC) and header[: len(_MAGIC)] != _MAGIC[: len(header)]:
         raise InputError(f"{wrong} not an index of Megatron's (its first bytes differ)")
-    if len(header) < INDEX_HEADER.size:
+    if len(header) < _HEADER.size:
         raise InputError(f"{wrong} truncated at {size} bytes; write the dataset again")
-    _, version, code, sequences, boundaries = INDEX_HEADER.unpack(header)
-    try:
-        dtype = np.dtype(DType.dtype_from_code(code))
-    except ValueError:
-        raise InputError(f"{wrong} of an unknown type of token (code {code})") from None
+    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    if not 1 <= code <= len(_TYPES):
+        raise InputError(f"{wrong} of an unknown type of token (code {code})")
+    dtype = _TYPES[code - 1]
     if version != 1 or dtype.kind not in "iu":
         raise InputError(f"{wrong} of version {version} and type {dtype}; version 1 holds integers")
-    expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
     if size not in (expected, expected + sequences):  # multimodal data have a mode per sequence
         raise InputError(
             f"{wrong} {size:,} bytes long where its header describes {expected:,}; "
             "it is truncated or damaged, write the dataset again"
         )
-    content = np.memmap(path, mode="r", offset=INDEX_HEADER.size, dtype=np.uint8)
+    content = np.memmap(path, mode="r", offset=_HEADER.size, dtype=np.uint8)
     lengths = content[: 4 * sequences].view(np.int32).copy()
     offsets = content[4 * sequences : 12 * sequences].view(np.int64)
     ends = content[12 * sequences : 12 * sequences + 8 * boundaries].view(np.int64)
@@ -187,33 +419,15 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
     return dtype, lengths
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """The result of a scan of PREFIX.bin: the range of its ids, and its sha256."""
-
-    smallest: int
-    largest: int
-    sha256: str
-
-
-def _scanned(prefix: str, dtype: np.dtype) -> _Scan:
-    """The scan of PREFIX.bin, or the stored result if the file has not changed since."""
-    stamp = _stamp(prefix, dtype)
-    try:
-        known = read_sealed(_note_path(prefix))
-        if known.pop("stamp") == stamp:
-            return _Scan(**known)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no stored result, or not a valid one: scan
-    found = _scan(prefix, dtype)
-    try:
-        write_sealed(_note_path(prefix), {"stamp": stamp, **asdict(found)})
-    except OSError:
-        pass  # on a read-only disk the data are scanned each time
-    return found
-
-
-def _scan(prefix: str, dtype: np.dtype) -> _Scan:
+def _scanned(prefix: str, dtype: np.dtype) -> dict[str, Any]:
+    """The range of the ids in PREFIX.bin, and its sha256: stored, unless the file has changed."""
+    note, state = Path(f"{prefix}.range.json"), os.stat(f"{prefix}.bin")
+    stamp = {"bytes": state.st_size, "changed_ns": state.st_ctime_ns, "type": dtype.name}
+    with suppress(OSError, ValueError):  # no stored result, or not a valid one
+        known = read_sealed(note)
+        types = {"smallest": int, "largest": int, "sha256": str}
+        if known.pop("stamp", None) == stamp and types == {k: type(v) for k, v in known.items()}:
+            return known
     ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
     digest = hashlib.sha256()
     smallest, largest = int(ids[0]), int(ids[0])
@@ -221,17 +435,10 @@ def _scan(prefix: str, dtype: np.dtype) -> _Scan:
         chunk = ids[start : start + _CHUNK]
         digest.update(chunk.data)
         smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-    return _Scan(smallest, largest, digest.hexdigest())
-
-
-def _note_path(prefix: str) -> Path:
-    return Path(f"{prefix}.range.json")
-
-
-def _stamp(prefix: str, dtype: np.dtype) -> dict[str, object]:
-    """Values that differ after PREFIX.bin was written, moved or copied."""
-    state = os.stat(f"{prefix}.bin")
-    return {"bytes": state.st_size, "changed_ns": state.st_ctime_ns, "type": dtype.name}
+    found = {"smallest": smallest, "largest": largest, "sha256": digest.hexdigest()}
+    with suppress(OSError):  # on a read-only disk the data are scanned each time
+        write_sealed(note, {"stamp": stamp, **found})
+    return found
 
 
 def _not_of_manifest(prefix: str, suffix: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_parallel.data.preprocess.texts import read_texts
+from moe_parallel.data.text_files import read_texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import Batch

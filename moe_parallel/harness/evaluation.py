@@ -12,9 +12,8 @@ import torch.distributed as dist
 from moe_parallel.collective_errors import agree, on_rank_0, rank_0_first
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import write_atomically
-from moe_parallel.data.held_out import held_out_documents
-from moe_parallel.data.preprocess.texts import read_texts
-from moe_parallel.data.sources import blend_sources
+from moe_parallel.data.datasets import blend_sources, held_out_documents
+from moe_parallel.data.text_files import read_texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents

@@ -14,8 +14,7 @@ import torch
 from moe_parallel.collective_errors import StorageError, one_line
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import atomic_folder, locked
-from moe_parallel.data.tokenizer import Tokenizer
-from moe_parallel.data.tokenizer_extras import GENERATION_FILE
+from moe_parallel.data.tokenizer import GENERATION_FILE, Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, export_notes, model_card
 from moe_parallel.huggingface.configuration import fields_of

@@ -8,14 +8,14 @@ from typing import Any
 
 from moe_parallel.config import DataConfig
 from moe_parallel.data.tokenizer import (
+    GENERATION_FILE,
     FastTokenizer,
     NullTokenizer,
     SentencePiece,
     Tokenizer,
     build_tokenizer,
+    read_config,
 )
-from moe_parallel.data.tokenizer_extras import GENERATION_FILE
-from moe_parallel.data.tokenizer_files import read_config
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.fields import Fields, read_fields
 

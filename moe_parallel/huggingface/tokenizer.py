@@ -12,9 +12,16 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
-from moe_parallel.data.tokenizer_extras import Extras, SpecialToken, ends_of
-from moe_parallel.data.tokenizer_files import CONFIG_FILE, read_config
+from moe_parallel.data.tokenizer import (
+    CONFIG_FILE,
+    Extras,
+    FastTokenizer,
+    SentencePiece,
+    SpecialToken,
+    Tokenizer,
+    ends_of,
+    read_config,
+)
 from moe_parallel.huggingface.sentence_piece import converted
 
 

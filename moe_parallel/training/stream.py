@@ -18,10 +18,9 @@ from typing import Any
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config
-from moe_parallel.data.indexed import check_indexed
-from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.datasets import Source
+from moe_parallel.data.indexed import check_indexed, read_manifest
 from moe_parallel.data.sealed import file_digest
-from moe_parallel.data.sources import Source
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record

@@ -13,9 +13,13 @@ import torch
 from moe_parallel.config import Config, DataConfig
 from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.config.message import flag
-from moe_parallel.data.datasets import Datasets, build_datasets
-from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
-from moe_parallel.data.sources import Source, blend_sources, corpus_sources
+from moe_parallel.data.corpus import DefaultCorpus, corpus_sources, prepare_default_corpus
+from moe_parallel.data.datasets import (
+    Datasets,
+    Source,
+    blend_sources,
+    build_datasets,
+)
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer

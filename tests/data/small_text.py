@@ -3,9 +3,8 @@
 import random
 from pathlib import Path
 
-from moe_parallel.data.datasets import Datasets, build_datasets
+from moe_parallel.data.datasets import Datasets, Source, build_datasets
 from moe_parallel.data.indexed import tokenize_documents, write_indexed
-from moe_parallel.data.sources import Source
 from moe_parallel.data.tokenizer import FastTokenizer, NullTokenizer, train_byte_bpe
 
 WORDS = "the expert reads a token, writes 12 tokens; naïve façade 漢字 🙂 \t\n".split(" ")

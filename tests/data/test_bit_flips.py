@@ -11,8 +11,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from moe_parallel.data.datasets import Datasets
-from moe_parallel.data.indexed import check_indexed, write_indexed
-from moe_parallel.data.manifest import manifest_path, read_manifest
+from moe_parallel.data.indexed import check_indexed, manifest_path, read_manifest, write_indexed
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.errors import InputError
 from tests.data.small_text import NUMBERS, numbered_datasets, small_bpe, words

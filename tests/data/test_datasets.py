@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from moe_parallel.data import datasets as datasets_module
-from moe_parallel.data.datasets import Datasets, build_datasets, texts
+from moe_parallel.data.datasets import Datasets, Source, blend_sources, build_datasets, texts
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.data.sources import Source, blend_sources
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from tests.data.small_text import (

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_parallel.data import default_corpus
-from moe_parallel.data.corpus import DOMAINS, SIDES, content_key
-from moe_parallel.data.default_corpus import prepare_default_corpus
+from moe_parallel.data import corpus as embedded
+from moe_parallel.data.corpus import DOMAINS, SIDES, content_key, prepare_default_corpus
 from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.errors import InputError
@@ -26,7 +25,7 @@ TEXTS = {
 @pytest.fixture
 def small_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python with little text, so that the corpus is built quickly."""
-    monkeypatch.setattr(default_corpus, "python_corpus", lambda fraction: TEXTS)
+    monkeypatch.setattr(embedded, "python_corpus", lambda fraction: TEXTS)
 
 
 @pytest.mark.usefixtures("small_python")
@@ -55,7 +54,7 @@ def test_a_second_call_builds_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(*arguments: object) -> None:
         raise AssertionError("built again")
 
-    monkeypatch.setattr(default_corpus, "_build", fail)
+    monkeypatch.setattr(embedded, "_build", fail)
     assert prepare_default_corpus(tmp_path, 300) == first
     with pytest.raises(AssertionError, match="built again"):
         prepare_default_corpus(tmp_path, 301)
@@ -63,7 +62,7 @@ def test_a_second_call_builds_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def build_slowly(directory: Path, started: str) -> None:
     """In a separate process: report the start of the build, then take some time."""
-    build = default_corpus._build
+    build = embedded._build
 
     def slow(corpus, vocab_size, valid_fraction):
         (corpus.folder / "half").write_text("written")
@@ -72,8 +71,8 @@ def build_slowly(directory: Path, started: str) -> None:
         (corpus.folder / "half").unlink()
         build(corpus, vocab_size, valid_fraction)
 
-    default_corpus.python_corpus = lambda fraction: TEXTS
-    default_corpus._build = slow
+    embedded.python_corpus = lambda fraction: TEXTS
+    embedded._build = slow
     prepare_default_corpus(directory, 300)
 
 

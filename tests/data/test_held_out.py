@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.data.datasets import build_datasets, texts
-from moe_parallel.data.held_out import held_out_documents
-from moe_parallel.data.sources import Source, blend_sources
+from moe_parallel.data.datasets import (
+    Source,
+    blend_sources,
+    build_datasets,
+    held_out_documents,
+    texts,
+)
 from moe_parallel.errors import InputError
 from tests.data.small_text import NUMBERS, small_bpe, words, write_numbers, write_texts
 

@@ -1,8 +1,8 @@
 """Files from elsewhere would run code, or have no end, if they were trusted: one line is printed.
 
 The files of a cache, which can be rebuilt, are in test_index_cache.py and
-similarity/test_scratch.py; folders with code for transformers are in test_tokenizer_files.py and
-similarity/test_encoder.py.
+test_similarity.py; folders with code for transformers are in test_tokenizer_files.py and
+test_embedding.py.
 """
 
 import os

@@ -1,3 +1,5 @@
+"""Datasets, their manifests, and that the files are those of Megatron's own builder."""
+
 import contextlib
 import dataclasses
 import errno
@@ -5,20 +7,27 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from moe_parallel.data.indexed import (
-    WrittenDataset,
+    IndexedWriter,
+    Manifest,
+    Size,
+    SourceFile,
     check_indexed,
     check_new,
+    id_type,
+    manifest_path,
     move_indexed,
+    read_manifest,
     tokenize_documents,
     write_indexed,
 )
-from moe_parallel.data.manifest import read_manifest, write_manifest
+from moe_parallel.data.sealed import file_digest, write_sealed
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
 
@@ -29,7 +38,7 @@ DOCUMENTS = [[5, 1, 2], [9], [3, 3, 3, 0]]
 def test_megatron_reads_what_was_written(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     prefix = tmp_path / "a.b" / "data"
     written = write_indexed(prefix, [*DOCUMENTS, []], vocab_size)
-    assert written == WrittenDataset(documents=3, tokens=8)
+    assert written == Size(documents=3, tokens=8)
     dataset = IndexedDataset(str(prefix))
     assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
     assert dataset.document_indices.tolist() == [0, 1, 2, 3]
@@ -188,7 +197,7 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_indexed(prefix, DOCUMENTS, 10)
     for _ in range(2):
         check_indexed(str(prefix), 10)
-        monkeypatch.setattr("moe_parallel.data.indexed._scan", None)
+        monkeypatch.setattr("moe_parallel.data.indexed.hashlib", None)
     with pytest.raises(InputError, match="outside the vocabulary of 9"):
         check_indexed(str(prefix), 9)
 
@@ -223,9 +232,137 @@ def test_a_manifest_of_other_numbers_is_told(tmp_path: Path) -> None:
     write_indexed(prefix, DOCUMENTS, 10)
     manifest = read_manifest(prefix)
     assert manifest is not None
-    write_manifest(prefix, dataclasses.replace(manifest, documents=4))
+    facts = {"format": 2, **dataclasses.asdict(manifest)}
+    write_sealed(manifest_path(prefix), facts | {"documents": 4})
     with pytest.raises(InputError, match=r"data\.manifest\.json says 4 documents and .* has 3;"):
         check_indexed(str(prefix), 10)
-    write_manifest(prefix, dataclasses.replace(manifest, tokens=1_000))
+    write_sealed(manifest_path(prefix), facts | {"tokens": 1_000})
     with pytest.raises(InputError, match=r"says 1,000 tokens and the index has 8; write the"):
         check_indexed(str(prefix), 10)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 65_499, 65_500, 200_000])
+def test_megatron_writes_the_same_bytes(tmp_path: Path, vocab_size: int) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, vocab_size, n).tolist() for n in (3, 1, 50, 7, 2, 2, 1, 19)]
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "theirs.bin"), dtype=DType.optimal_dtype(vocab_size)
+    )
+    for ids in documents:
+        builder.add_document(ids, [len(ids)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    write_indexed(tmp_path / "ours", documents, vocab_size)
+    for suffix in ("bin", "idx"):
+        theirs = (tmp_path / f"theirs.{suffix}").read_bytes()
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == theirs
+
+
+def test_several_documents_are_added_at_once(tmp_path: Path) -> None:
+    sources = [SourceFile("a.jsonl", 3, "abc")]
+    with IndexedWriter(tmp_path / "some", 9) as writer:
+        for lengths, ids in (([2, 1], [1, 2, 3]), ([], []), ([4], [4, 5, 6, 7])):
+            writer.add(np.array(lengths, np.int32), np.array(ids, np.uint16))
+        writer.finish(tokenizer="t", seq_length=5, sources=sources, domains={"a": Size(3, 7)})
+    manifest = read_manifest(tmp_path / "some")
+    assert manifest is not None
+    write_indexed(
+        tmp_path / "one", [[1, 2], [3], [4, 5, 6, 7]], 9,
+        tokenizer="t", seq_length=5, sources=sources,
+    )  # fmt: skip
+    for suffix in ("bin", "idx"):
+        one = (tmp_path / f"one.{suffix}").read_bytes()
+        assert (tmp_path / f"some.{suffix}").read_bytes() == one
+    assert check_indexed(str(tmp_path / "some"), 9).tolist() == [2, 1, 4]
+    assert (manifest.sources, manifest.domains) == (tuple(sources), {"a": Size(3, 7)})
+
+
+def test_without_documents_there_is_no_index(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no text to write to data: the input is empty"):
+        with IndexedWriter(tmp_path / "data", 9) as writer:
+            writer.add(np.array([], np.int32), np.array([], np.uint16))
+            writer.finish()
+    assert not (tmp_path / "data.idx").exists()
+
+
+def test_ids_have_the_type_of_the_vocabulary() -> None:
+    for size in (2, 65_499, 65_500, 2**31):
+        assert id_type(size) == np.dtype(DType.optimal_dtype(size))
+
+
+def test_a_dataset_says_what_it_holds(tmp_path: Path) -> None:
+    prefix = tmp_path / "a.b"
+    write_indexed(prefix, [[1, 2, 3], [4], []], 10, tokenizer="abc", seq_length=3)
+    assert read_manifest(prefix) == Manifest(
+        documents=2,
+        tokens=4,
+        bin_sha256=file_digest(Path(f"{prefix}.bin")),
+        idx_sha256=file_digest(Path(f"{prefix}.idx")),
+        tokenizer="abc",
+        seq_length=3,
+    )
+
+
+def test_what_megatron_wrote_has_none(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path / "data") is None
+
+
+OLD: dict[str, Any] = {
+    "documents": 3, "tokens": 7, "bin_sha256": "", "idx_sha256": "", "tokenizer": None,
+    "seq_length": None,
+}  # fmt: skip
+SOURCE = {"path": "a.jsonl", "bytes": 9, "sha256": "abc"}
+DOMAINS = {"a": {"documents": 1, "tokens": 4}, "b": {"documents": 2, "tokens": 3}}
+FACTS: dict[str, Any] = {**OLD, "sources": [SOURCE], "domains": DOMAINS}
+MANIFEST = Manifest(
+    **OLD,
+    sources=(SourceFile("a.jsonl", 9, "abc"),),
+    domains={"a": Size(1, 4), "b": Size(2, 3)},
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"format": 3, **FACTS},
+        {**FACTS},
+        {"format": 1, **FACTS},
+        {"format": 1, **OLD, "tokens": "many"},
+        {"format": 1, **OLD, "more": 1},
+        {"format": 1},
+        {"format": 2, **OLD},
+        {"format": 2, **FACTS, "more": 1},
+        {"format": 2, **FACTS, "tokens": 8},
+        {"format": 2, **FACTS, "domains": {}},
+        {"format": 2, **FACTS, "domains": [["a", 3, 7]]},
+        {"format": 2, **FACTS, "domains": {"a": {"documents": 3}}},
+        {"format": 2, **FACTS, "domains": {"a": {"documents": 3, "tokens": "7"}}},
+        {"format": 2, **FACTS, "sources": 1},
+        {"format": 2, **FACTS, "sources": ["a.jsonl"]},
+        {"format": 2, **FACTS, "sources": [{**SOURCE, "bytes": None}]},
+        {"format": 2, **FACTS, "sources": [{**SOURCE, "more": 1}]},
+    ],
+)
+def test_a_manifest_of_another_form_is_told(tmp_path: Path, content: dict[str, Any]) -> None:
+    write_sealed(manifest_path(tmp_path / "data"), content)
+    message = r"data\.manifest\.json is not of format [12].*; restore it, or delete it"
+    with pytest.raises(InputError, match=message) as told:
+        read_manifest(tmp_path / "data")
+    assert "\n" not in str(told.value)
+
+
+def test_it_is_read(tmp_path: Path) -> None:
+    write_sealed(manifest_path(tmp_path / "hand"), {"format": 2, **FACTS})
+    assert read_manifest(tmp_path / "hand") == MANIFEST
+
+
+def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    write_sealed(manifest_path(tmp_path / "data"), {"format": 1, **OLD})
+    assert read_manifest(tmp_path / "data") == Manifest(**OLD, sources=None, domains=None)
+
+
+@pytest.mark.parametrize("change", ["[" * 100_000, "{}", "", "\ufffd", '{"checksum": 1}'])
+def test_a_damaged_manifest_is_told(tmp_path: Path, change: str) -> None:
+    manifest_path(tmp_path / "data").write_text(change)
+    with pytest.raises(InputError, match=r"data\.manifest\.json is damaged .*delete it") as caught:
+        read_manifest(tmp_path / "data")
+    assert "\n" not in str(caught.value)

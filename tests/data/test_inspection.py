@@ -1,3 +1,4 @@
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -5,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_parallel.data.indexed_writer import write_indexed
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.inspection import (
     Inspected,
-    Samples,
     histogram,
     inspected,
     printable,
@@ -18,25 +18,32 @@ from moe_parallel.data.tokenizer import NullTokenizer, Tokenizer
 from moe_parallel.errors import InputError
 from tests.data.small_text import NUMBERS, small_bpe, write_texts
 
-NONE = Samples(count=0, chosen=None, characters=100, seed=1)
-
 
 @contextmanager
 def no_progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
     yield lambda count: None
 
 
-def report(tokenizer: Tokenizer | None, *prefixes: Path, samples: Samples = NONE) -> list[str]:
+def report(
+    tokenizer: Tokenizer | None,
+    *prefixes: Path,
+    samples: int = 0,
+    documents: list[int] | None = None,
+    characters: int = 100,
+    seed: int = 1,
+) -> list[str]:
     """The lines about the last of some datasets."""
-    found = inspected([str(prefix) for prefix in prefixes], tokenizer, samples, no_progress)
-    return list(found)[-1][1]
+    flags = Namespace(
+        data_path=[str(prefix) for prefix in prefixes], samples=samples, documents=documents,
+        characters=characters, seed=seed,
+    )  # fmt: skip
+    return list(inspected(flags, tokenizer, no_progress))[-1][1]
 
 
 def test_documents_are_decoded(tmp_path: Path) -> None:
     bpe = small_bpe()
     write_texts(tmp_path / "data", ["the expert\nreads", "x" * 50, "naïve 漢字"], bpe)
-    samples = Samples(count=1, chosen=[0, 1, 2], characters=20, seed=1)
-    lines = report(bpe, tmp_path / "data", samples=samples)
+    lines = report(bpe, tmp_path / "data", documents=[0, 1, 2], characters=20)
     assert lines[-7:] == [
         f"document 0, {len(bpe.tokenize('the expert' + chr(10) + 'reads')) + 1} tokens:",
         "  | the expert",
@@ -46,7 +53,7 @@ def test_documents_are_decoded(tmp_path: Path) -> None:
         f"document 2, {len(bpe.tokenize('naïve 漢字')) + 1} tokens:",
         "  | naïve 漢字<|endoftext|" + " ...",
     ]
-    ids = report(None, tmp_path / "data", samples=Samples(1, [2], 500, 1))[-1]
+    ids = report(None, tmp_path / "data", documents=[2], characters=500)[-1]
     assert ids.split()[1:] == [str(i) for i in [*bpe.tokenize("naïve 漢字"), bpe.eod]]
 
 
@@ -88,8 +95,7 @@ def test_repeats_are_found_with_and_without_the_end_and_in_any_type(tmp_path: Pa
 
 
 def test_repeats_of_nothing() -> None:
-    found = repeats(np.array([5, 6], np.uint64))
-    assert (found.documents, found.most) == (0, 1)
+    assert repeats(np.array([5, 6], np.uint64)) == "0 repeated documents (0.0%)"
 
 
 def test_control_characters_are_shown_not_sent() -> None:
@@ -98,13 +104,17 @@ def test_control_characters_are_shown_not_sent() -> None:
 
 def test_samples_are_random_and_the_same_again(tmp_path: Path) -> None:
     write_indexed(tmp_path / "data", [[i, 999] for i in range(500)], NUMBERS.vocab_size)
-    data = Inspected(str(tmp_path / "data"), NUMBERS)
-    first, again, other = (Samples(5, None, 9, seed).of(data) for seed in (1, 1, 2))
+
+    def shown(samples: int, seed: int) -> list[int]:
+        lines = report(NUMBERS, tmp_path / "data", samples=samples, seed=seed)
+        return [int(line.split()[1][:-1]) for line in lines if line.startswith("document ")]
+
+    first, again, other = (shown(5, seed) for seed in (1, 1, 2))
     assert first == again == sorted(set(first)) and len(first) == 5
     assert other != first
-    assert len(Samples(1000, None, 9, 1).of(data)) == 500
+    assert len(shown(1000, 1)) == 500
     with pytest.raises(InputError, match=r"--documents 500: \S+ has 500; .* from 0 to 499"):
-        Samples(1, [3, 500], 9, 1).of(data)
+        report(NUMBERS, tmp_path / "data", documents=[3, 500])
 
 
 def test_another_tokenizer_is_told(tmp_path: Path) -> None:

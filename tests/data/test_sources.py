@@ -2,7 +2,7 @@ import pytest
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 
 from moe_parallel.config import Config, DataConfig, validate
-from moe_parallel.data.sources import Source, blend_sources
+from moe_parallel.data.datasets import Source, blend_sources
 from moe_parallel.errors import InputError
 
 SPLIT = "969,30,1"

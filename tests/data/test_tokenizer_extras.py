@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.data.tokenizer import build_tokenizer, load_tokenizer
-from moe_parallel.data.tokenizer_extras import Extras, read_extras
+from moe_parallel.data.tokenizer import Extras, build_tokenizer, load_tokenizer, read_extras
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe
 
@@ -30,7 +29,7 @@ def test_files_of_templates_count_before_the_field(tmp_path: Path) -> None:
     # One field holds all of them, and reads the same.
     again = tmp_path / "again"
     again.mkdir()
-    _json(again, CONFIG, extras.fields)
+    extras.write(again, "HuggingFaceTokenizer")
     assert read_extras(again) == extras
 
 

@@ -7,9 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_parallel.data.tokenizer import FastTokenizer
-from moe_parallel.data.tokenizer_extras import Extras
-from moe_parallel.data.tokenizer_files import END_OF_DOCUMENT
+from moe_parallel.data.tokenizer import END_OF_DOCUMENT, Extras, FastTokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.parallel import destroy_groups

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_parallel.data.tokenizer_files import CONFIG_FILE
+from moe_parallel.data.tokenizer import CONFIG_FILE
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.training.checkpoint.tensors import _WatchedStream

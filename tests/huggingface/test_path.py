@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from moe_parallel.data.tokenizer_files import CONFIG_FILE
+from moe_parallel.data.tokenizer import CONFIG_FILE
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from tests.convert.converting import convert_here
 from tests.data.small_text import words

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from moe_parallel.data.tokenizer_files import CONFIG_FILE
+from moe_parallel.data.tokenizer import CONFIG_FILE
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.training.standalone import standalone_config
 from moe_parallel.training.text import open_tokenizer

@@ -189,17 +189,17 @@ FAULTS_OF_RUNS = [
     ),
     Fault(
         "the last batches are written in reverse",
-        "moe_parallel/data/preprocess/workers.py",
-        "    while waiting:\n        first, result = waiting.popleft()",
-        "    while waiting:\n        first, result = waiting.pop()",
-        ("tests/data/preprocess/test_run.py", "tests/tools/test_preprocess_data.py"),
+        "moe_parallel/data/preprocess.py",
+        "for first, _, result in waiting:",
+        "for first, _, result in reversed(waiting):",
+        ("tests/data/test_preprocess.py", "tests/tools/test_preprocess_data.py"),
     ),
     Fault(
         "a domain's tokens lack the ends of its documents",
-        "moe_parallel/data/preprocess/encoder.py",
+        "moe_parallel/data/preprocess.py",
         "len(ids) + len(self._ending)",
         "len(ids)",
-        ("tests/data/preprocess",),
+        ("tests/data/test_preprocess.py",),
     ),
     Fault(
         "the report leaves out a loss that is not finite",
@@ -259,10 +259,10 @@ FAULTS_OF_RUNS = [
     ),
     Fault(
         "only the first text of a record is checked",
-        "moe_parallel/data/preprocess/encoder.py",
+        "moe_parallel/data/preprocess.py",
         "for text in record.texts:\n",
         "for text in record.texts[:1]:\n",
-        ("tests/data/preprocess/test_run.py", "tests/data/preprocess/test_records.py"),
+        ("tests/data/test_preprocess.py",),
     ),
     Fault(
         "a plan reads Adam's moments and does not write them",

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_parallel.data.indexed import write_indexed
-from moe_parallel.data.manifest import SourceFile, read_manifest
-from moe_parallel.data.similarity.documents import Documents
-from moe_parallel.data.similarity.tf_idf import HashedTfIdf
+from moe_parallel.data.embedding import Documents, HashedTfIdf
+from moe_parallel.data.indexed import SourceFile, read_manifest, write_indexed
 from tests.data.small_text import small_bpe
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
@@ -129,9 +127,9 @@ def test_finished_work_is_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "stage",
     [
-        "moe_parallel.data.similarity.tf_idf.HashedTfIdf.embed",
-        "moe_parallel.data.similarity.neighbors._best",
-        "moe_parallel.data.similarity.instances.Instances.__getitem__",
+        "moe_parallel.data.embedding.HashedTfIdf.embed",
+        "moe_parallel.data.similarity.greedy_order",
+        "moe_parallel.data.similarity.Instances.__getitem__",
     ],
 )
 def test_an_interruption_leaves_what_was_there(

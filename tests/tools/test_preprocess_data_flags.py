@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.indexed import read_manifest
 from moe_parallel.data.tokenizer import load_tokenizer
 from tests.data.small_text import small_bpe, words
 from tools.preprocess_data import main

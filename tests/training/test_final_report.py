@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.data.datasets import Datasets, build_datasets
-from moe_parallel.data.sources import Source
+from moe_parallel.data.datasets import Datasets, Source, build_datasets
 from moe_parallel.data.tokenizer import FastTokenizer
 from moe_parallel.evaluation.baselines import ByteModel, joined
 from moe_parallel.evaluation.text_loss import TextLoss

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_parallel.config import parse_command_line
-from moe_parallel.data.default_corpus import DefaultCorpus
+from moe_parallel.data.corpus import DefaultCorpus
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer

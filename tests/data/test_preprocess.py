@@ -7,6 +7,7 @@ import json
 import lzma
 import multiprocessing
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pyarrow import parquet
 
-from moe_parallel.data.manifest import Manifest, Size, read_manifest
-from moe_parallel.data.preprocess import batches
-from moe_parallel.data.preprocess.run import Preprocessing, preprocess
+from moe_parallel.data import text_files
+from moe_parallel.data.indexed import Manifest, Size, read_manifest
+from moe_parallel.data.preprocess import preprocess
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
@@ -44,8 +45,8 @@ def no_progress(label: str, total: int | None) -> Iterator[Callable[[int], objec
     yield lambda count: None
 
 
-def work(folder: Path, *inputs: Path, name: str = "out", **changes: object) -> Preprocessing:
-    """Tokenizing with the small BPE; `changes` are fields."""
+def work(folder: Path, *inputs: Path, name: str = "out", **changes: object) -> Namespace:
+    """Tokenizing with the small BPE; `changes` are flags."""
     if not (folder / "tokenizer").exists():
         small_bpe().save(folder / "tokenizer")
     fields: dict[str, object] = {
@@ -61,7 +62,7 @@ def work(folder: Path, *inputs: Path, name: str = "out", **changes: object) -> P
         "max_bad": 0,
         "domain_key": None,
     }
-    return Preprocessing(**{**fields, **changes})  # type: ignore[arg-type]
+    return Namespace(**{**fields, **changes})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -78,7 +79,7 @@ def manifest_of(prefix: Path) -> Manifest:
 def test_the_number_of_workers_does_not_change_a_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(batches, "_BATCH", 1000)  # tens of batches
+    monkeypatch.setattr(text_files, "_BATCH", 1000)  # tens of batches
     source = write(tmp_path / "in.jsonl", *RECORDS[:100], [], *RECORDS[100:], {"text": 7})
     for workers in (1, most):
         run = work(tmp_path, source, name=f"out{workers}", workers=workers, max_bad=2)
@@ -292,7 +293,7 @@ def test_a_full_disk_leaves_nothing(
         if path.name == f"my_{keys[-1]}_document.idx":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("moe_parallel.data.indexed_writer.flush_to_disk", full)
+    monkeypatch.setattr("moe_parallel.data.indexed.flush_to_disk", full)
     message = r"out/my cannot be written \(No space left on device\): name a folder on a disk"
     with pytest.raises(InputError, match=message):
         preprocess(run, no_progress)
@@ -300,7 +301,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_BATCH", 500)
+    monkeypatch.setattr(text_files, "_BATCH", 500)
 
     @contextmanager
     def killing(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
