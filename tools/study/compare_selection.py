@@ -26,8 +26,8 @@ from schedule import STAGES, Part, Schedule
 from study_plan import check_totals, count_active, plan
 from train_cells import TimeLimit, train
 
+from moe_parallel.analysis.study.design import TERMS
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
-from moe_parallel.analysis.study.terms import TERMS
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace) -> int:
             return EXIT_INTERRUPTED
         compared = folder.cells(seeds)
         if stages == STAGES and options.part is None and any(map(manifest.is_finished, compared)):
-            from moe_parallel.analysis.study.study_report import (
+            from moe_parallel.analysis.study.report import (
                 write_study_report,  # matplotlib takes a second
             )
 

@@ -7,9 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_parallel.analysis.study.folder import STUDY_MANIFEST, Cell, StudyFolder, StudyManifest
-from moe_parallel.analysis.study.pilots import pilot_cells, read_sweep, tuned_options
-from moe_parallel.analysis.study.sweep import Sweep
+from moe_parallel.analysis.study.folder import (
+    STUDY_MANIFEST,
+    Cell,
+    StudyFolder,
+    StudyManifest,
+    Sweep,
+    pilot_cells,
+    read_sweep,
+    tuned_options,
+)
 from moe_parallel.data.atomic_files import write_atomically
 
 STAGES = ("grid", "further", "seeds")

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moe_parallel.analysis.scaling.rows import NODES_AXIS, Row
-from moe_parallel.analysis.study.figure_style import contender_style, domain_color, new_figure
+from moe_parallel.analysis.study.figures import contender_style, domain_color, new_figure
 
 IDEAL = "#bbbbbb"
 #: Evaluations and log lines; in older runs also saves.
