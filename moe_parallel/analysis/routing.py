@@ -232,8 +232,9 @@ class AnalysisTotals:
         """Add some tokens. The sequences of a text come in ascending order."""
         layers, experts = len(self.layers), self.num_experts
         if selections.text not in self.texts:
-            zeros = (np.zeros(layers) for _ in range(3))
-            self.texts[selections.text] = TextTotals(np.zeros((layers, experts)), *zeros)
+            experts_G, entropy_G, dropped_G = np.zeros((3, layers))
+            zeros = TextTotals(np.zeros((layers, experts)), experts_G, entropy_G, dropped_G)
+            self.texts[selections.text] = zeros
         totals = self.texts[selections.text]
         totals.tokens += len(selections)
         used_T = np.zeros(len(selections))

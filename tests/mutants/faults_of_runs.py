@@ -203,14 +203,14 @@ FAULTS_OF_RUNS = [
     ),
     Fault(
         "the report leaves out a loss that is not finite",
-        "moe_parallel/analysis/report/thinning.py",
+        "moe_parallel/analysis/report/numbers.py",
         "            kept.add(int(part[~finite][0]))\n",
         "            pass\n",
         ("tests/analysis/report",),
     ),
     Fault(
         "the report's hours forget all starts but one",
-        "moe_parallel/analysis/report/curves.py",
+        "moe_parallel/analysis/report/run_entry.py",
         "before = seconds[-1]",
         'before = of_process[-1]["elapsed_seconds"]',
         ("tests/analysis/report",),
