@@ -17,7 +17,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from cell_runner import ROOT, SCRIPT
+from run_cells import ROOT, SCRIPT
 
 from moe_parallel.analysis.scaling import (
     FAILED,

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from cell_runner import ROOT
+from run_cells import ROOT
 
 from moe_parallel.analysis.study.contenders import (
     DENSE,

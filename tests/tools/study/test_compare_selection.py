@@ -99,10 +99,10 @@ def test_seeds_by_contender(tool, tmp_path, capsys):
 
 def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
     """A run takes 90 s; two of four are done after 3 minutes, so the others take 3 more."""
-    import train_cells
+    import run_cells
 
     clock = [0.0]
-    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_cells, "monotonic", lambda: clock[0])
 
     def in_90_seconds(cell: Cell, stop: Any) -> int:
         clock[0] += 90
@@ -122,10 +122,10 @@ def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
 
 def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
     """Runs take 50 s: the third starts after 100 s, and a fourth would after 150."""
-    import train_cells
+    import run_cells
 
     clock = [0.0]
-    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_cells, "monotonic", lambda: clock[0])
 
     def in_50_seconds(cell: Cell, stop: Any) -> int:
         clock[0] += 50
