@@ -217,7 +217,7 @@ FAULTS_OF_RUNS = [
     ),
     Fault(
         "a smoothed curve of the report begins near 0",
-        "moe_parallel/analysis/report/page/chart.js",
+        "moe_parallel/analysis/report/page/figures.js",
         "return sum / total;",
         "return sum;",
         ("tests/analysis/report",),

@@ -37,7 +37,7 @@ PLANNED = (
     "model_tflops_per_gpu",
 )  # fmt: skip
 #: The parts of the program, in the order in which they are joined.
-SCRIPTS = ("elements.js", "chart.js", "heat_map.js", "runs.js", "experts.js", "texts.js",
+SCRIPTS = ("elements.js", "figures.js", "runs.js", "experts.js", "texts.js",
            "plans.js", "start.js")  # fmt: skip
 
 
