@@ -22,7 +22,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from moe_parallel.analysis.run_history import Curve, RoutingHistory, RunHistory, interval_start
+from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, interval_start
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
@@ -100,12 +100,9 @@ def _facts(history: RunHistory, model_line: str) -> str:
         facts.append(f"{layers} of {routing.num_experts} {kind}")
     facts.append(f"{history.last_iteration:,} iterations")
     if history.consumed_tokens:
-        facts.append(f"{_short(history.consumed_tokens)} tokens")
+        short = EngFormatter(places=1, sep="")(history.consumed_tokens)
+        facts.append(f"{short.replace('k', 'K').replace('G', 'B')} tokens")
     return "  ·  ".join(facts)
-
-
-def _short(number: float) -> str:
-    return EngFormatter(places=1, sep="")(number).replace("k", "K").replace("G", "B")
 
 
 def _draw_loss(axes: Axes, history: RunHistory) -> None:
@@ -119,19 +116,15 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
         style: dict[str, Any] = {"color": TRAIN_COLOR, "marker": _marker(train.iterations_R)}
         axes.plot(train.iterations_R, values, lw=1.6, label=label, zorder=3, **style)
     for index, (domain, curve) in enumerate(history.validation.items()):
-        label = f"validation, {domain}  {_last(curve):.3f}"
+        label = f"validation, {domain}  {curve.values_R[-1]:.3f}"
         if domain in history.bits_per_byte:
-            label += f"  ({_last(history.bits_per_byte[domain]):.3f} bits/byte)"
+            label += f"  ({history.bits_per_byte[domain].values_R[-1]:.3f} bits/byte)"
         axes.plot(
-            curve.iterations_R,
-            curve.values_R,
+            curve.iterations_R, curve.values_R, label=label, lw=1.2, markersize=5,
             color=DOMAIN_COLORS[index % len(DOMAIN_COLORS)],
             marker=DOMAIN_MARKERS[index % len(DOMAIN_MARKERS)],
             markevery=math.ceil(len(curve.values_R) / 25),
-            markersize=5,
-            lw=1.2,
-            label=label,
-        )
+        )  # fmt: skip
     axes.set(title="Loss (value at the end)", xlabel="iteration", ylabel="loss, nats per token")
     _iteration_axis(axes, history, ticks=10)
     if axes.lines:
@@ -182,7 +175,8 @@ def load_bar(part: Figure | SubFigure, axes: Any) -> None:
 def _draw_load_over_time(axes: Axes, routing: RoutingHistory) -> None:
     worst = int(np.argmin(routing.ent_load_RG[-routing.final_records() :].mean(axis=0)))
     load_ER = routing.relative_load_RGE()[:, worst].T
-    edges = _edges(routing.iterations_R)
+    # Each value was measured over the interval that ends at its iteration.
+    edges = [interval_start(routing.iterations_R.tolist()), *routing.iterations_R]
     experts = np.arange(routing.num_experts + 1) - 0.5
     axes.pcolormesh(edges, experts, load_ER, cmap=LOAD_COLORS, norm=LOAD_NORM)
     which = "" if len(routing.layers) == 1 else ", the least even at the end"
@@ -203,25 +197,15 @@ def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistor
     ceiling = math.log(routing.num_experts)
     for axes, values_RG, title, label in panels:
         for index, layer in enumerate(routing.layers):
-            axes.plot(
-                routing.iterations_R,
-                values_RG[:, index],
-                color=colors[index],
-                marker=_marker(routing.iterations_R),
-                lw=1.3,
-                label=f"layer {layer}",
-            )
+            style = {"color": colors[index], "marker": _marker(routing.iterations_R)}
+            values_R = values_RG[:, index]
+            axes.plot(routing.iterations_R, values_R, lw=1.3, label=f"layer {layer}", **style)
         axes.axhline(ceiling, color="black", ls="--", lw=1)
         axes.annotate(
             f"ceiling ln {routing.num_experts} = {ceiling:.3f}",
-            (1, ceiling),
-            xytext=(0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            size=9,
-        )
+            (1, ceiling), xytext=(0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="bottom", size=9,
+        )  # fmt: skip
         axes.margins(y=0.12)
         axes.set(title=title, xlabel="iteration", ylabel=label)
         _iteration_axis(axes, history, ticks=5)
@@ -260,29 +244,15 @@ def count_ticks(axis: Axis, labels: Sequence[object], most: int = 16) -> None:
     axis.set_ticks(list(places), labels=[str(labels[place]) for place in places])
 
 
-def _edges(iterations_R: np.ndarray) -> np.ndarray:
-    """The cell borders. Each value was measured over the interval that ends at its iteration."""
-    return np.concatenate([[interval_start(iterations_R.tolist())], iterations_R])
-
-
 def _marker(points_R: np.ndarray) -> str:
     """The marker of a curve with few points. A single point would be invisible without one."""
     return "." if len(points_R) <= 20 else ""
 
 
-def _last(curve: Curve) -> float:
-    return float(curve.values_R[-1])
-
-
 def _smoothed(values_R: np.ndarray) -> np.ndarray:
     """The mean over a hundredth of the points to either side, without values that are not
     finite."""
-    half = max(1, len(values_R) // 100)
-    finite = np.isfinite(values_R)
-    totals = np.concatenate([[0], np.cumsum(np.where(finite, values_R, 0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    places = np.arange(len(values_R))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values_R))
-    number = counts[high] - counts[low]
-    mean = (totals[high] - totals[low]) / np.maximum(number, 1)
-    return np.where(number > 0, mean, np.nan)
+    finite, window = np.isfinite(values_R), np.ones(2 * max(1, len(values_R) // 100) + 1)
+    total = np.convolve(np.where(finite, values_R, 0), window, "same")
+    number = np.convolve(finite, window, "same")
+    return np.where(number > 0.5, total / np.maximum(number, 1), np.nan)
