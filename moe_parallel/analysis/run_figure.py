@@ -15,13 +15,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from moe_parallel.analysis.run_history import Curve, RoutingHistory, RunHistory, interval_start
+from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, interval_start
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
@@ -99,12 +100,9 @@ def _facts(history: RunHistory, model_line: str) -> str:
         facts.append(f"{layers} of {routing.num_experts} {kind}")
     facts.append(f"{history.last_iteration:,} iterations")
     if history.consumed_tokens:
-        facts.append(f"{_short(history.consumed_tokens)} tokens")
+        short = EngFormatter(places=1, sep="")(history.consumed_tokens)
+        facts.append(f"{short.replace('k', 'K').replace('G', 'B')} tokens")
     return "  ·  ".join(facts)
-
-
-def _short(number: float) -> str:
-    return EngFormatter(places=1, sep="")(number).replace("k", "K").replace("G", "B")
 
 
 def _draw_loss(axes: Axes, history: RunHistory) -> None:
@@ -118,19 +116,15 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
         style: dict[str, Any] = {"color": TRAIN_COLOR, "marker": _marker(train.iterations_R)}
         axes.plot(train.iterations_R, values, lw=1.6, label=label, zorder=3, **style)
     for index, (domain, curve) in enumerate(history.validation.items()):
-        label = f"validation, {domain}  {_last(curve):.3f}"
+        label = f"validation, {domain}  {curve.values_R[-1]:.3f}"
         if domain in history.bits_per_byte:
-            label += f"  ({_last(history.bits_per_byte[domain]):.3f} bits/byte)"
+            label += f"  ({history.bits_per_byte[domain].values_R[-1]:.3f} bits/byte)"
         axes.plot(
-            curve.iterations_R,
-            curve.values_R,
+            curve.iterations_R, curve.values_R, label=label, lw=1.2, markersize=5,
             color=DOMAIN_COLORS[index % len(DOMAIN_COLORS)],
             marker=DOMAIN_MARKERS[index % len(DOMAIN_MARKERS)],
             markevery=math.ceil(len(curve.values_R) / 25),
-            markersize=5,
-            lw=1.2,
-            label=label,
-        )
+        )  # fmt: skip
     axes.set(title="Loss (value at the end)", xlabel="iteration", ylabel="loss, nats per token")
     _iteration_axis(axes, history, ticks=10)
     if axes.lines:
@@ -139,24 +133,8 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
 
 def _draw_loads(part: SubFigure, routing: RoutingHistory, history: RunHistory) -> None:
     left, right = part.subplots(1, 2)
-    _draw_load_by_layer(left, routing)
-    _draw_load_over_time(right, routing)
-    _iteration_axis(right, history, ticks=5)
-    bar = part.colorbar(
-        ScalarMappable(LOAD_NORM, LOAD_COLORS), ax=[left, right], aspect=30, extend="max"
-    )
-    bar.set_label("load, multiples of an even share")
-
-
-def _draw_load_by_layer(axes: Axes, routing: RoutingHistory) -> None:
     load_GE = routing.final_relative_load_GE()
-    axes.imshow(load_GE, cmap=LOAD_COLORS, norm=LOAD_NORM, aspect="auto", interpolation="none")
-    if load_GE.size <= MOST_ANNOTATED_CELLS:
-        for layer, expert in np.ndindex(*load_GE.shape):
-            value = load_GE[layer, expert]
-            dark = abs(value - 1) > 0.7
-            color = "white" if dark else "black"
-            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", color=color, size=8)
+    load_map(left, load_GE, routing.layers, ".2f" if load_GE.size <= MOST_ANNOTATED_CELLS else None)
     first = routing.iterations_R[-routing.final_records()]
     title = f"Load of each expert, iterations {first:,} to {routing.iterations_R[-1]:,}"
     if routing.final_records() == 1:
@@ -164,23 +142,48 @@ def _draw_load_by_layer(axes: Axes, routing: RoutingHistory) -> None:
     if dropped := routing.dropped_share():
         share = f"{dropped:.2%}" if dropped >= 1e-4 else "under 0.01%"
         title += f"\n{share} of choices dropped over the run"
-    axes.set(title=title, xlabel="expert", ylabel="layer")
-    _count_ticks(axes, "x", [str(expert) for expert in range(routing.num_experts)])
-    _count_ticks(axes, "y", [str(layer) for layer in routing.layers])
+    left.set_title(title)
+    _draw_load_over_time(right, routing)
+    _iteration_axis(right, history, ticks=5)
+    load_bar(part, [left, right])
+
+
+def load_map(
+    axes: Axes, load_GE: np.ndarray, layers: Sequence[int], numbers: str | None, ticks: int = 16
+) -> None:
+    """Draw the load of each expert of each layer. `numbers`: the format of the number in a cell;
+    None: without."""
+    axes.imshow(load_GE, cmap=LOAD_COLORS, norm=LOAD_NORM, aspect="auto", interpolation="none")
+    for layer, expert in np.ndindex(*load_GE.shape) if numbers else ():
+        value = load_GE[layer, expert]
+        color = "white" if abs(value - 1) > 0.7 else "black"
+        text = format(value, numbers or "")
+        axes.text(expert, layer, text, ha="center", va="center", color=color, size=8)
+    axes.set(xlabel="expert", ylabel="layer")
+    count_ticks(axes.xaxis, range(load_GE.shape[1]), ticks)
+    count_ticks(axes.yaxis, layers, ticks)
     axes.grid(False)
+
+
+def load_bar(part: Figure | SubFigure, axes: Any) -> None:
+    """The legend of the load's colors."""
+    mappable = ScalarMappable(LOAD_NORM, LOAD_COLORS)
+    bar = part.colorbar(mappable, ax=axes, aspect=30, extend="max")
+    bar.set_label("load, multiples of an even share")
 
 
 def _draw_load_over_time(axes: Axes, routing: RoutingHistory) -> None:
     worst = int(np.argmin(routing.ent_load_RG[-routing.final_records() :].mean(axis=0)))
     load_ER = routing.relative_load_RGE()[:, worst].T
-    edges = _edges(routing.iterations_R)
+    # Each value was measured over the interval that ends at its iteration.
+    edges = [interval_start(routing.iterations_R.tolist()), *routing.iterations_R]
     experts = np.arange(routing.num_experts + 1) - 0.5
     axes.pcolormesh(edges, experts, load_ER, cmap=LOAD_COLORS, norm=LOAD_NORM)
     which = "" if len(routing.layers) == 1 else ", the least even at the end"
     title = f"Load over the run in layer {routing.layers[worst]}{which}"
     axes.set(title=title, xlabel="iteration", ylabel="expert")
     axes.invert_yaxis()
-    _count_ticks(axes, "y", [str(expert) for expert in range(routing.num_experts)])
+    count_ticks(axes.yaxis, range(routing.num_experts))
     axes.grid(False)
 
 
@@ -190,40 +193,35 @@ def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistor
         (left, routing.ent_load_RG, "Ent_load: evenness of the load", "Ent_load, nats"),
         (right, routing.ent_conf_RG, "Ent_conf: low is a confident choice", "Ent_conf, nats"),
     ]
-    colors = matplotlib.colormaps[LAYER_COLORS](np.linspace(0, 0.9, len(routing.layers)))
+    colors = layer_colors(len(routing.layers))
     ceiling = math.log(routing.num_experts)
     for axes, values_RG, title, label in panels:
         for index, layer in enumerate(routing.layers):
-            axes.plot(
-                routing.iterations_R,
-                values_RG[:, index],
-                color=colors[index],
-                marker=_marker(routing.iterations_R),
-                lw=1.3,
-                label=f"layer {layer}",
-            )
+            style = {"color": colors[index], "marker": _marker(routing.iterations_R)}
+            values_R = values_RG[:, index]
+            axes.plot(routing.iterations_R, values_R, lw=1.3, label=f"layer {layer}", **style)
         axes.axhline(ceiling, color="black", ls="--", lw=1)
         axes.annotate(
             f"ceiling ln {routing.num_experts} = {ceiling:.3f}",
-            (1, ceiling),
-            xytext=(0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            size=9,
-        )
+            (1, ceiling), xytext=(0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="bottom", size=9,
+        )  # fmt: skip
         axes.margins(y=0.12)
         axes.set(title=title, xlabel="iteration", ylabel=label)
         _iteration_axis(axes, history, ticks=5)
     if 1 < len(routing.layers) <= MOST_LEGEND_LAYERS:
         right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     elif len(routing.layers) > MOST_LEGEND_LAYERS:
-        _layer_bar(part, [left, right], routing.layers, colors)
+        layer_bar(part, [left, right], routing.layers)
 
 
-def _layer_bar(part: SubFigure, axes: list[Axes], layers: list[int], colors: np.ndarray) -> None:
-    color_map = matplotlib.colors.ListedColormap(list(colors))
+def layer_colors(number: int) -> np.ndarray:
+    return matplotlib.colormaps[LAYER_COLORS](np.linspace(0, 0.9, number))
+
+
+def layer_bar(part: Figure | SubFigure, axes: Any, layers: Sequence[int]) -> None:
+    """The legend of the layers' colors."""
+    color_map = matplotlib.colors.ListedColormap(list(layer_colors(len(layers))))
     norm = BoundaryNorm(np.arange(len(layers) + 1) - 0.5, len(layers))
     bar = part.colorbar(ScalarMappable(norm, color_map), ax=axes, aspect=30, label="layer")
     shown = list(range(0, len(layers), math.ceil(len(layers) / 8)))
@@ -240,16 +238,10 @@ def _iteration_axis(axes: Axes, history: RunHistory, ticks: int) -> None:
     axes.xaxis.set_major_formatter(lambda iteration, _: f"{iteration:,.0f}")
 
 
-def _count_ticks(axes: Axes, which: str, labels: list[str]) -> None:
-    """Set at most 16 evenly spaced ticks, each on its cell."""
-    places = range(0, len(labels), math.ceil(len(labels) / 16))
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_ticks(list(places), labels=[labels[place] for place in places])
-
-
-def _edges(iterations_R: np.ndarray) -> np.ndarray:
-    """The cell borders. Each value was measured over the interval that ends at its iteration."""
-    return np.concatenate([[interval_start(iterations_R.tolist())], iterations_R])
+def count_ticks(axis: Axis, labels: Sequence[object], most: int = 16) -> None:
+    """Set at most `most` evenly spaced ticks, each on its cell."""
+    places = range(0, len(labels), math.ceil(len(labels) / most))
+    axis.set_ticks(list(places), labels=[str(labels[place]) for place in places])
 
 
 def _marker(points_R: np.ndarray) -> str:
@@ -257,19 +249,10 @@ def _marker(points_R: np.ndarray) -> str:
     return "." if len(points_R) <= 20 else ""
 
 
-def _last(curve: Curve) -> float:
-    return float(curve.values_R[-1])
-
-
 def _smoothed(values_R: np.ndarray) -> np.ndarray:
     """The mean over a hundredth of the points to either side, without values that are not
     finite."""
-    half = max(1, len(values_R) // 100)
-    finite = np.isfinite(values_R)
-    totals = np.concatenate([[0], np.cumsum(np.where(finite, values_R, 0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    places = np.arange(len(values_R))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values_R))
-    number = counts[high] - counts[low]
-    mean = (totals[high] - totals[low]) / np.maximum(number, 1)
-    return np.where(number > 0, mean, np.nan)
+    finite, window = np.isfinite(values_R), np.ones(2 * max(1, len(values_R) // 100) + 1)
+    total = np.convolve(np.where(finite, values_R, 0), window, "same")
+    number = np.convolve(finite, window, "same")
+    return np.where(number > 0.5, total / np.maximum(number, 1), np.nan)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from moe_parallel.analysis.routing.selections import (
+from moe_parallel.analysis.selections import (
     ChosenExperts,
     LayerSelections,
     MergedSelections,

@@ -9,7 +9,7 @@ from itertools import chain, groupby, islice
 import torch
 import torch.distributed as dist
 
-from moe_parallel.analysis.routing.selections import TextSelections
+from moe_parallel.analysis.selections import TextSelections
 from moe_parallel.model.forward import Batch
 from moe_parallel.parallel import Groups
 

@@ -14,19 +14,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.analysis.routing.folder import (
+from moe_parallel.analysis.routing import (
     ANALYSIS_MANIFEST,
     VIEW,
+    AnalysisTotals,
     SelectionsFile,
+    Specialization,
     View,
+    Vocabulary,
+    specialization,
+    tables_of,
     write_facts,
     write_tables,
 )
-from moe_parallel.analysis.routing.selections import TextSelections
-from moe_parallel.analysis.routing.specialization import Specialization, specialization
-from moe_parallel.analysis.routing.tables import tables_of
-from moe_parallel.analysis.routing.totals import AnalysisTotals
-from moe_parallel.analysis.routing.vocabulary import Vocabulary
+from moe_parallel.analysis.selections import TextSelections
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import atomic_folder

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from moe_parallel.analysis import routing as written
 from moe_parallel.analysis.report.text_entry import text_entry
-from moe_parallel.analysis.routing import folder as written
-from moe_parallel.analysis.routing.folder import read_facts, read_table
+from moe_parallel.analysis.routing import read_facts, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.evaluation import given_text
 from moe_parallel.training.routing_analysis import AnalysisOptions, analyze

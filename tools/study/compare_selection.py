@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cell_runner import CellRunner, CellStop
-from schedule import STAGES, Part, Schedule
+from run_cells import STAGES, CellRunner, CellStop, Part, Schedule, train
 from study_plan import check_totals, count_active, plan
-from train_cells import TimeLimit, train
 
+from moe_parallel.analysis.study.design import TERMS
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
-from moe_parallel.analysis.study.terms import TERMS
+from moe_parallel.analysis.study.report import write_study_report
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
@@ -46,7 +45,6 @@ def compare(options: argparse.Namespace) -> int:
         cores = len(os.sched_getaffinity(0))
         options.threads = max(1, cores // (options.nproc * options.jobs))
     folder = StudyFolder(options.output)
-    limit = TimeLimit(options.minutes)
     manifest, seeds = plan(options, folder)
     stages = _stages(options, bool(manifest.design.lr_grid))
     check_totals(manifest, options.allow_unequal)
@@ -55,17 +53,13 @@ def compare(options: argparse.Namespace) -> int:
         runner = CellRunner(options.nproc, options.threads, options.jobs)
         schedule = Schedule(folder, manifest, seeds, stages, options.part)
         with CellStop().listening() as stop:
-            failed = train(manifest, schedule, runner, stop, limit)
-        if stop.asked or limit.was_reached:
+            failed = train(manifest, schedule, runner, stop, options.minutes)
+        if stop.asked or any(cell not in failed for cell in schedule.left()):
             reason = "interrupted" if stop.asked else f"--minutes {options.minutes} are over"
             print(f"{reason}; the same command continues from here")
             return EXIT_INTERRUPTED
         compared = folder.cells(seeds)
         if stages == STAGES and options.part is None and any(map(manifest.is_finished, compared)):
-            from moe_parallel.analysis.study.study_report import (
-                write_study_report,  # matplotlib takes a second
-            )
-
             count_active(manifest, folder)
             print(f"report: {write_study_report(folder)}")
     undecided = schedule.undecided()

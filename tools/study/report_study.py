@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from moe_parallel.analysis.study.folder import StudyFolder
-from moe_parallel.analysis.study.study_report import write_study_report
+from moe_parallel.analysis.study.report import write_study_report
 from moe_parallel.tool import Tool
 
 

@@ -17,12 +17,18 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from cell_runner import ROOT, SCRIPT
+from run_cells import ROOT, SCRIPT
 
-from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, QUEUED, CellFolder
-from moe_parallel.analysis.scaling.grid import cells, parse_vary
-from moe_parallel.analysis.scaling.report import write_scaling_report
-from moe_parallel.analysis.scaling.rows import rows_of
+from moe_parallel.analysis.scaling import (
+    FAILED,
+    FINISHED,
+    QUEUED,
+    CellFolder,
+    cells,
+    parse_vary,
+    rows_of,
+    write_scaling_report,
+)
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import NODES, one_node

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from cell_runner import ROOT
+from run_cells import ROOT
 
 from moe_parallel.analysis.study.contenders import (
     DENSE,
@@ -23,10 +23,9 @@ from moe_parallel.analysis.study.contenders import (
 )
 from moe_parallel.analysis.study.design import SECTION, StudyDesign
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder, StudyManifest
-from moe_parallel.analysis.study.inference import student
-from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
+from moe_parallel.analysis.study.measures import student
+from moe_parallel.analysis.study.report import MOST_TOTALS_DIFFER, parameter_table, total_difference
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
-from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
 from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError

@@ -6,10 +6,8 @@ or `note`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -48,64 +46,66 @@ def loads_of(history: RunHistory) -> dict[str, tuple[list[int], np.ndarray]]:
 
 def findings_of(history: RunHistory, train_iters: int | None) -> list[Finding]:
     """The findings of a run, the worst first. `train_iters`: of its configuration, if known."""
-    found = [
-        *_not_finite(history),
-        *chain.from_iterable(_loads(where, *load) for where, load in loads_of(history).items()),
-        *(_drops(history.routing) if history.routing is not None else ()),
-        *_ranks(history),
-        *_risen(history),
-        *_unfinished(history, train_iters),
-    ]
-    order = (PROBLEM, WARNING, NOTE)
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    found = [*_losses(history)]
+    for where, load in loads_of(history).items():
+        found += _loads(where, *load)
+    if history.routing is not None:
+        found += _drops(history.routing)
+    found += _ranks(history)
+    if train_iters is not None and history.last_iteration < train_iters:
+        text = f"The metrics end at iteration {history.last_iteration:,} of {train_iters:,}."
+        found.append(Finding(NOTE, "unfinished", text))
+    return sorted(found, key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
 
 
-def _not_finite(history: RunHistory) -> Iterator[Finding]:
+def _losses(history: RunHistory) -> Iterator[Finding]:
     for name, label in (("lm_loss", "training loss"), ("grad_norm", "gradient norm")):
         at = [r["iteration"] for r in history.training if name in r and r[name] is None]
         if at:
-            times = f" and {len(at) - 1:,} more" if len(at) > 1 else ""
+            more = f" and {len(at) - 1:,} more" if len(at) > 1 else ""
+            text = f"The {label} is not finite at iteration {at[0]:,}{more}."
+            yield Finding(PROBLEM, "NaN", text)
+    for domain, curve in history.validation.items():
+        values_R, finite = curve.values_R, np.isfinite(curve.values_R)
+        if not finite.all():
+            text = f"iteration {int(curve.iterations_R[~finite][0]):,}"
+            yield Finding(PROBLEM, "NaN", f"The loss on {domain} is not finite at {text}.")
+        if finite[-1] and (above := values_R[-1] - values_R[finite].min()) > RISEN:
+            best = int(curve.iterations_R[np.nanargmin(values_R)])
             yield Finding(
-                PROBLEM, "NaN", f"The {label} is not finite at iteration {at[0]:,}{times}."
+                NOTE,
+                "loss has risen",
+                f"The loss on {domain} ends at {values_R[-1]:.3f}, {above:.3f} above its "
+                f"best at iteration {best:,}.",
             )
-    bad = {
-        domain: int(curve.iterations_R[~np.isfinite(curve.values_R)][0])
-        for domain, curve in history.validation.items()
-        if not np.isfinite(curve.values_R).all()
-    }
-    for domain, iteration in bad.items():
-        yield Finding(
-            PROBLEM, "NaN", f"The loss on {domain} is not finite at iteration {iteration:,}."
-        )
 
 
 def _loads(where: str, layers: list[int], load_GE: np.ndarray) -> Iterator[Finding]:
-    dead = {
-        layer: np.flatnonzero(row_E < DEAD).tolist()
-        for layer, row_E in zip(layers, load_GE, strict=True)
-        if (row_E < DEAD).any()
-    }
-    if dead:
-        count = sum(map(len, dead.values()))
+    if (dead_GE := load_GE < DEAD).any():
+        named = []
+        for place in np.flatnonzero(dead_GE.any(axis=1)):
+            experts = np.flatnonzero(dead_GE[place])
+            more = " ..." if len(experts) > 8 else ""
+            named.append(f"layer {layers[place]}: {', '.join(map(str, experts[:8]))}{more}")
+        others = f"; and {len(named) - 4} more layers" if len(named) > 4 else ""
         yield Finding(
             WARNING,
             "dead experts",
-            f"{count} of {load_GE.size:,} experts take less than {DEAD:.0%} of an even share "
-            f"{where}: {_places(dead)}.",
+            f"{dead_GE.sum()} of {load_GE.size:,} experts take less than {DEAD:.0%} of an even "
+            f"share {where}: {'; '.join(named[:4])}{others}.",
         )
-    busiest = np.unravel_index(int(np.argmax(load_GE)), load_GE.shape)
-    if load_GE[busiest] >= BUSY_EXPERT:
+    layer, expert = np.unravel_index(int(np.argmax(load_GE)), load_GE.shape)
+    if load_GE[layer, expert] >= BUSY_EXPERT:
         yield Finding(
             WARNING,
             "imbalance",
-            f"Expert {busiest[1]} of layer {layers[int(busiest[0])]} takes "
-            f"{load_GE[busiest]:.1f} times an even share {where}.",
+            f"Expert {expert} of layer {layers[int(layer)]} takes "
+            f"{load_GE[layer, expert]:.1f} times an even share {where}.",
         )
 
 
 def _drops(routing: RoutingHistory) -> Iterator[Finding]:
-    dropped = routing.dropped_share()
-    if dropped:
+    if dropped := routing.dropped_share():
         layer = int(np.argmax(routing.tokens_dropped_RG.sum(axis=0)))
         yield Finding(
             WARNING if dropped >= MUCH_DROPPED else NOTE,
@@ -115,58 +115,23 @@ def _drops(routing: RoutingHistory) -> Iterator[Finding]:
         )
 
 
-def _places(dead: dict[int, list[int]]) -> str:
-    shown = [
-        f"layer {layer}: {', '.join(map(str, experts[:8]))}{' ...' if len(experts) > 8 else ''}"
-        for layer, experts in list(dead.items())[:4]
-    ]
-    more = len(dead) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more layers" if more > 0 else "")
-
-
 def _ranks(history: RunHistory) -> Iterator[Finding]:
-    loads = [r["rank_load"]["overload"] for r in history.end if r.get("rank_load")]
-    if loads and max(loads) >= BUSY_RANK:
+    busiest = max(
+        (r["rank_load"]["overload"] for r in history.end if r.get("rank_load")), default=0
+    )
+    if busiest >= BUSY_RANK:
         yield Finding(
             WARNING,
             "busy rank",
-            f"At the end, the experts of one rank take up to {max(loads):.1f} times the choices of "
+            f"At the end, the experts of one rank take up to {busiest:.1f} times the choices of "
             "the mean rank.",
         )
-    slow = [
-        r["ranks"]["slowest"]
-        for r in history.training
-        if (r.get("ranks") or {}).get("slowest", None) is not None
-        and r["ranks"]["slowest"]["cause"] == "host"
-    ]
+    slowest = [(record.get("ranks") or {}).get("slowest") for record in history.training]
+    slow = [each for each in slowest if each is not None and each["cause"] == "host"]
     if slow:
-        part = len(slow) / len(history.training)
         yield Finding(
             NOTE,
             "slow rank",
             f"Rank {slow[-1]['rank']} on {slow[-1]['host']} was clearly slower than the others, "
-            f"in the last of {len(slow):,} such log lines ({part:.0%} of all).",
-        )
-
-
-def _risen(history: RunHistory) -> Iterator[Finding]:
-    for domain, curve in history.validation.items():
-        last = float(curve.values_R[-1])
-        finite = curve.values_R[np.isfinite(curve.values_R)]
-        if math.isfinite(last) and last > finite.min() + RISEN:
-            best = int(curve.iterations_R[np.nanargmin(curve.values_R)])
-            yield Finding(
-                NOTE,
-                "loss has risen",
-                f"The loss on {domain} ends at {last:.3f}, {last - finite.min():.3f} above its "
-                f"best at iteration {best:,}.",
-            )
-
-
-def _unfinished(history: RunHistory, train_iters: int | None) -> Iterator[Finding]:
-    if train_iters is not None and history.last_iteration < train_iters:
-        yield Finding(
-            NOTE,
-            "unfinished",
-            f"The metrics end at iteration {history.last_iteration:,} of {train_iters:,}.",
+            f"in the last of {len(slow):,} such log lines ({len(slow) / len(slowest):.0%} of all).",
         )

@@ -1,15 +1,44 @@
-"""The report: from the folders of runs to the text of the page."""
+"""The report: from the folders of runs, studies and plans to one page of HTML.
+
+The page is one file with the style, the program and the data inside. The browser is told to load
+nothing and to run no other script (Content-Security-Policy). The data are JSON in which no
+character can end the element that holds them, and the program writes them only as text, so a run
+name with tags in it is shown and not run.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
+import html
+import io
+import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.analysis.report.page_file import page_of
+import moe_parallel
 from moe_parallel.analysis.report.run_entry import run_entry
-from moe_parallel.analysis.report.sources import Sources, find_sources
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
+from moe_parallel.errors import InputError
+from moe_parallel.reading import parse_json, read_small
+from moe_parallel.telemetry.metrics import METRICS_FILE
+
+SCALING = "scaling.csv"
+#: What the page shows of a planned layout.
+PLANNED = (
+    "layout", "memory", "seconds", "seconds_by_part", "tokens_per_second_and_gpu",
+    "model_tflops_per_gpu",
+)  # fmt: skip
+#: The parts of the program, in the order in which they are joined.
+SCRIPTS = ("elements.js", "figures.js", "runs.js", "experts.js", "texts.js",
+           "plans.js", "start.js")  # fmt: skip
 
 
 def report_of(
@@ -33,17 +62,146 @@ def report_of(
     for name, folder in sources.runs:
         runs.append(run_entry(folder, name))
         advance(1)
-    content: dict[str, Any] = {
-        "command": shlex.join(command),
-        "runs": runs,
-        "scaling": sources.scaling,
-        "plans": sources.plans,
+    names = [each["name"] for each in (*runs, *sources.scaling, *sources.plans)]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    content: dict[str, Any] = {"command": shlex.join(command), "runs": runs}
+    content |= {"scaling": sources.scaling, "plans": sources.plans}
+    return page_of(content, title or ", ".join(names[:4]) + more)
+
+
+@dataclass
+class Sources:
+    """The parts of a report."""
+
+    runs: list[tuple[str, Path]] = field(default_factory=list)  # (name, folder)
+    scaling: list[dict[str, Any]] = field(default_factory=list)  # {name, rows}
+    plans: list[dict[str, Any]] = field(default_factory=list)  # {name, plan: see _plan}
+
+
+def find_sources(paths: Sequence[Path]) -> Sources:
+    """Recognizes each path by its content.
+
+    - a folder with metrics.jsonl: a run
+    - a folder with study.json: every run of the study that has metrics
+    - a folder with scaling.csv: the figures of a scaling study
+    - a .json file: what tools/plan.py --json printed
+
+    Raises InputError for anything else, and if nothing is left.
+    """
+    sources = Sources()
+    folders: dict[Path, int] = {}  # with the least number of parts of the name
+    for path in paths:
+        if path.is_file():
+            sources.plans.append({"name": path.stem, "plan": _plan(path)})
+        elif (path / METRICS_FILE).is_file():
+            folders.setdefault(path, 1)
+        elif (path / STUDY_MANIFEST).is_file():
+            folders |= dict.fromkeys(_cells(path), 2)  # contender/seed
+        elif (path / SCALING).is_file():
+            sources.scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
+        elif path.exists():
+            raise InputError(
+                f"{path}: has no {METRICS_FILE}, {STUDY_MANIFEST} or {SCALING}: name a run, a "
+                "study, or a .json file of tools/plan.py --json"
+            )
+        else:
+            raise InputError(
+                f"{path}: there is no such folder or file: name the folder that --save named"
+            )
+    names = short_names([folder.resolve() for folder in folders], list(folders.values()))
+    sources.runs = list(zip(names, folders, strict=True))
+    return sources
+
+
+def _cells(study: Path) -> list[Path]:
+    manifest = StudyFolder(study).manifest()
+    assert manifest is not None
+    cells = StudyFolder(study).cells(manifest.seeds)
+    found = [cell.folder for cell in cells if (cell.folder / METRICS_FILE).is_file()]
+    if not found:
+        raise InputError(f"{study}: no run of the study has metrics yet: let one begin")
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    def number(text: Any) -> Any:
+        try:
+            return float(text) if math.isfinite(float(text)) else None
+        except (TypeError, ValueError):
+            return text or None
+
+    try:
+        table = csv.DictReader(io.StringIO(read_small(path).decode("utf-8"), newline=""))
+        rows = [{key: number(value) for key, value in row.items()} for row in table]
+    except (OSError, ValueError, csv.Error):
+        rows = []
+    if not rows or "tokens_per_second" not in rows[0] or "nodes" not in rows[0]:
+        raise InputError(f"{path} is not a table of tools/study/scaling.py report: write it again")
+    return rows
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """{gpus, plans, refused}."""
+    try:
+        plan = parse_json(read_small(path))
+        return {
+            "gpus": plan["cluster"]["gpus"],
+            "plans": [{name: each[name] for name in PLANNED} for each in plan["plans"]],
+            "refused": len(plan["refused"]),
+        }
+    except (ValueError, OSError, LookupError, TypeError):
+        raise InputError(
+            f"{path} is not a plan: give a file with the output of tools/plan.py --json"
+        ) from None
+
+
+def short_names(paths: Sequence[Path], fewest: Sequence[int]) -> list[str]:
+    """The last parts of each path: at least `fewest` of them, and as many as make it differ from
+    the others."""
+    parts = [path.parts for path in paths]
+    names = []
+    for mine, length in zip(parts, fewest, strict=True):
+        while length < len(mine) and sum(mine[-length:] == other[-length:] for other in parts) > 1:
+            length += 1
+        names.append("/".join(mine[-length:]).lstrip("/"))
+    return names
+
+
+def page_of(content: dict[str, Any], title: str) -> str:
+    """The HTML of a report. `content`: JSON, see `report_of`."""
+    script = '"use strict";\n' + "\n".join(_part(name) for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    made = {
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": moe_parallel.__version__,
     }
-    return page_of(content, title or _title(sources))
+    values = {
+        "POLICY": policy,
+        # What UTF-8 does not have becomes "?".
+        "TITLE": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
+        "STYLE": _part("page.css"),
+        "DATA": json_in_html({"title": title, "made": made, **content}),
+        "SCRIPT": script,
+    }
+    pieces = _part("page.html").split("@@")
+    return "".join(values[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
 
-def _title(sources: Sources) -> str:
-    names = [name for name, _ in sources.runs]
-    names += [each["name"] for each in [*sources.scaling, *sources.plans]]
-    shown = ", ".join(names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def json_in_html(content: Any) -> str:
+    """Compact JSON without <, > and &, so that nothing in it can end or open an element.
+
+    Lone surrogates, which UTF-8 does not have, stay escaped as JSON has them.
+    """
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _part(name: str) -> str:
+    folder = resources.files("moe_parallel.analysis.report") / "page"
+    return (folder / name).read_text(encoding="utf-8")

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.report.numbers import as_bytes, short, shorts
-from moe_parallel.analysis.routing.folder import VIEW, read_facts, read_table
-from moe_parallel.analysis.routing.tables import TableColumns
+from moe_parallel.analysis.routing import VIEW, TableColumns, read_facts, read_table
 from moe_parallel.errors import InputError
 
 #: The name of the folder in a run.

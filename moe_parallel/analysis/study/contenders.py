@@ -37,13 +37,9 @@ SHARED_BY_ALL = frozenset(
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")  # names a folder
 _SET_BY_THE_STUDY = ("expert_selection", "save")
 _CANNOT_BE_SET = (
-    "load",
-    "finetune",
-    "override_opt_param_scheduler",
-    "override_data",
-    "exit_interval",
+    "load", "finetune", "override_opt_param_scheduler", "override_data", "exit_interval",
     "exit_duration_in_mins",
-)
+)  # fmt: skip
 
 Options = dict[str, Any]  # raw values by option name; other options keep their defaults
 
@@ -100,23 +96,19 @@ class SharedFile:
         """The contender with these options. Raises InputError, which names the contender, for
         options that it cannot have."""
         alone = {**self.alone.get(name, {}), **overrides}
+        foreign = expert_options() if system == DENSE else foreign_options(system)
+        own = {option: value for option, value in self.shared.items() if option not in foreign}
         try:
-            if system == DENSE:
-                own = _dense_options(self.shared, alone)
-            else:
-                own = self._of_system(system)
+            if system != DENSE:
+                own["expert_selection"] = system
+                if self.shared.get("num_experts") in (None, "none"):
+                    raise InputError("--num-experts is not set: give the experts to be chosen")
+            elif "ffn_hidden_size" not in alone:
+                own["ffn_hidden_size"] = _active_width(self.shared)
             make_config(own | alone)
         except InputError as error:
             raise InputError(f"contender {name}: {error}") from None
         return Contender(name, system, overrides, own | alone, alone)
-
-    def _of_system(self, system: str) -> Options:
-        """The shared options without those that only other systems have."""
-        if self.shared.get("num_experts") in (None, "none"):
-            raise InputError("--num-experts is not set: give the experts that are to be chosen")
-        foreign = foreign_options(system)
-        kept = {name: value for name, value in self.shared.items() if name not in foreign}
-        return {"expert_selection": system, **kept}
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, Options]:
@@ -179,17 +171,8 @@ def _check_override(contender: str, option: str) -> None:
         )
 
 
-def _dense_options(shared: Options, alone: Options) -> Options:
-    """The options of a dense model, as wide as all experts together that a token uses."""
-    of_experts = expert_options()
-    kept = {name: value for name, value in shared.items() if name not in of_experts}
-    if "ffn_hidden_size" not in alone:
-        kept["ffn_hidden_size"] = _active_width(shared)
-    return kept
-
-
 def _active_width(shared: Options) -> int:
-    """The width of K experts, plus that of the shared expert if there is one."""
+    """The width of a dense model: that of K experts, plus that of the shared expert if any."""
     known = {name: o for its in selection_options().values() for name, o in its.items()}
     known |= common_options()
 

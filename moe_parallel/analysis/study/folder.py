@@ -1,4 +1,4 @@
-"""The folder of a study.
+"""The folder of a study, and the learning-rate sweeps that its pilot runs make.
 
 FOLDER/study.json                    contenders, seeds, design, and how runs were started
 FOLDER/cells/NAME/seed-1234/         one run: the files of --save, and
@@ -7,20 +7,27 @@ FOLDER/cells/NAME/seed-1234/         one run: the files of --save, and
     attempts.jsonl                   a line per start: where it ran, how long, how it ended
 FOLDER/pilots/NAME/lr-0.001/         a pilot run of the learning-rate grid, with the same files
 FOLDER/table.md table.csv cells.csv table.json figures/    the report
+
+Every contender has the same number of pilot runs: those of the grid, and one that follows from
+their losses. If the best rate is at an edge of the grid, the further run is one step beyond the
+edge; otherwise it is halfway (in logarithm) between the best rate and the better of its neighbors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import Contender, Options, SharedFile
-from moe_parallel.analysis.study.design import StudyDesign
-from moe_parallel.analysis.study.sweep import lr_options
+from moe_parallel.analysis.study.design import StudyDesign, fitted_iterations
+from moe_parallel.analysis.study.measures import RunMeasures, judged_loss, measures
 from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
@@ -30,6 +37,58 @@ from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metri
 STUDY_MANIFEST = "study.json"
 Change = tuple[str, Any, Any]  # what differs, before, now
 DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (training/exit_codes.py)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study. `lr`: the learning rate of a pilot run; None: a run that is compared."""
+
+    contender: str
+    seed: int
+    folder: Path
+    lr: float | None = None
+
+    @property
+    def label(self) -> str:
+        if self.lr is None:
+            return f"{self.contender}, seed {self.seed}"
+        return f"{self.contender}, pilot run at lr {self.lr:g}"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output.txt"
+
+    def records(self) -> list[MetricsLine]:
+        metrics = self.folder / METRICS_FILE
+        return read_metrics(metrics) if metrics.is_file() else []
+
+    def measures(self) -> RunMeasures:
+        """Those of a run that has begun."""
+        return measures(RunHistory.from_records(self.records()))
+
+    def is_finished(self, train_iters: int) -> bool:
+        """Whether the metrics contain the evaluation that ends a run."""
+        return any(r["iteration"] >= train_iters and "validation" in r for r in self.records())
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its last start ended because the loss was not finite."""
+        attempts = self.attempts()
+        return bool(attempts) and attempts[-1]["exit_code"] == DIVERGED
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """One entry for each time that the run was started and ended, in order."""
+        path = self.folder / "attempts.jsonl"
+        if not path.is_file():
+            return []
+        try:
+            return [parse_json(line) for line in read_lines(path) if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{path} is damaged ({error}): move it away") from None
+
+    def add_attempt(self, attempt: dict[str, Any]) -> None:
+        with (self.folder / "attempts.jsonl").open("a") as file:
+            file.write(json.dumps(attempt) + "\n")
 
 
 @dataclass(frozen=True)
@@ -98,11 +157,17 @@ class StudyManifest:
         }
         now = dataclasses.replace(self, contenders={**again, **self.contenders})
         if (difference := now._difference_from(earlier)) is not None:
-            raise InputError(_other(*difference))
+            what, its, ours = difference
+            raise InputError(
+                f"--output holds a study of {what} {shown(its)}, and now it is {shown(ours)}: give "
+                "the options of that study, or name another folder"
+            )
+        names = {**earlier.contenders, **self.contenders}
+        seeds = {n: {*earlier.seeds.get(n, []), *self.seeds.get(n, [])} for n in names}
         return dataclasses.replace(
             earlier,
-            contenders={**earlier.contenders, **self.contenders},
-            seeds=_united(earlier.seeds, self.seeds),
+            contenders=names,
+            seeds={name: sorted(its) for name, its in seeds.items()},
             python=earlier.python or self.python,
         )
 
@@ -115,9 +180,15 @@ class StudyManifest:
             return "the sources of Python", earlier.python, self.python
         if (difference := self.design.difference_from(earlier.design)) is not None:
             return difference
-        both = [name for name in earlier.contenders if name in self.contenders]
-        pairs = (_difference(earlier.contenders[name], self.contenders[name]) for name in both)
-        return next(filter(None, pairs), None)
+        for name, before in earlier.contenders.items():
+            now = self.contenders[name]
+            if before.system != now.system:
+                return f"{name} =", before.system, now.system
+            one, other = (_values(make_config(c.options)) for c in (before, now))
+            for option, value in one.items():
+                if other[option] != value:
+                    return f"{name} with {flag(option)}", value, other[option]
+        return None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -128,60 +199,14 @@ class StudyManifest:
         content["contenders"] = {
             name: Contender(**contender) for name, contender in content["contenders"].items()
         }
-        if isinstance(content["seeds"], list):  # of an earlier version, the same for all
-            content["seeds"] = dict.fromkeys(content["contenders"], content["seeds"])
         if not all(type(seed) is int for seeds in content["seeds"].values() for seed in seeds):
             raise TypeError("seeds")
-        content["design"] = StudyDesign.from_json(content.get("design", {}))
+        content["design"] = StudyDesign.from_json(content["design"])
         return cls(**content)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of a study. `lr`: the learning rate of a pilot run; None: a run that is compared."""
-
-    contender: str
-    seed: int
-    folder: Path
-    lr: float | None = None
-
-    @property
-    def label(self) -> str:
-        if self.lr is None:
-            return f"{self.contender}, seed {self.seed}"
-        return f"{self.contender}, pilot run at lr {self.lr:g}"
-
-    @property
-    def output(self) -> Path:
-        return self.folder / "output.txt"
-
-    def records(self) -> list[MetricsLine]:
-        metrics = self.folder / METRICS_FILE
-        return read_metrics(metrics) if metrics.is_file() else []
-
-    def is_finished(self, train_iters: int) -> bool:
-        """Whether the metrics contain the evaluation that ends a run."""
-        return any(r["iteration"] >= train_iters and "validation" in r for r in self.records())
-
-    @property
-    def has_diverged(self) -> bool:
-        """Whether its last start ended because the loss was not finite."""
-        attempts = self.attempts()
-        return bool(attempts) and attempts[-1]["exit_code"] == DIVERGED
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """One entry for each time that the run was started and ended, in order."""
-        path = self.folder / "attempts.jsonl"
-        if not path.is_file():
-            return []
-        try:
-            return [parse_json(line) for line in read_lines(path) if line.strip()]
-        except ValueError as error:
-            raise InputError(f"{path} is damaged ({error}): move it away") from None
-
-    def add_attempt(self, attempt: dict[str, Any]) -> None:
-        with (self.folder / "attempts.jsonl").open("a") as file:
-            file.write(json.dumps(attempt) + "\n")
+def _values(config: Config) -> dict[str, Any]:
+    return {name: value for _, part in config.values() for name, value in part.items()}
 
 
 @dataclass(frozen=True)
@@ -223,26 +248,126 @@ class StudyFolder:
             yield from (self.cell(name, seed) for name, its in seeds.items() if seed in its)
 
 
-def _united(one: Mapping[str, list[int]], other: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """The seeds of both by contender, in rising order."""
-    return {n: sorted({*one.get(n, []), *other.get(n, [])}) for n in {**one, **other}}
+@dataclass(frozen=True)
+class Sweep:
+    """The learning-rate sweep of a contender. `grid`: rates in rising order. `losses`: of the pilot
+    runs that have ended, by rate; infinite if training diverged."""
+
+    grid: tuple[float, ...]
+    losses: Mapping[float, float]
+
+    @property
+    def further(self) -> float | None:
+        """The rate of the further run. None: the grid is not finished."""
+        grid = self.grid
+        if any(rate not in self.losses for rate in grid):
+            return None
+        best = grid.index(self._lowest(grid))
+        if best in (0, len(grid) - 1):
+            return rounded(grid[best] ** 2 / grid[1 if best == 0 else -2])
+        return rounded(math.sqrt(grid[best] * self._lowest([grid[best - 1], grid[best + 1]])))
+
+    @property
+    def rates(self) -> list[float]:
+        """The rates that are known so far, in rising order."""
+        return sorted({*self.grid, *([] if self.further is None else [self.further])})
+
+    @property
+    def is_finished(self) -> bool:
+        return self.further in self.losses
+
+    @property
+    def best(self) -> float | None:
+        """The rate with the lowest loss; of several, the lowest rate.
+
+        None: a run is not finished, or all diverged.
+        """
+        best = self._lowest(self.rates) if self.is_finished else None
+        return best if best is not None and math.isfinite(self.losses[best]) else None
+
+    @property
+    def best_is_at_an_edge(self) -> bool:
+        """Whether a rate beyond those tried might be better."""
+        return self.best in (self.rates[0], self.rates[-1])
+
+    def _lowest(self, rates: Sequence[float]) -> float:
+        return min(rates, key=self.losses.__getitem__)
+
+    def as_json(self) -> dict[str, Any]:
+        """The rates, the loss at each (None: diverged), and the best."""
+        losses = {f"{r:g}": x if math.isfinite(x) else None for r, x in self.losses.items()}
+        return {"grid": list(self.grid), "losses": losses, "best": self.best}
 
 
-def _difference(before: Contender, now: Contender) -> Change | None:
-    if before.system != now.system:
-        return f"{before.name} =", before.system, now.system
-    one, other = (
-        {name: value for _, part in make_config(c.options).values() for name, value in part.items()}
-        for c in (before, now)
-    )
-    for name, value in one.items():
-        if other[name] != value:
-            return f"{before.name} with {flag(name)}", value, other[name]
-    return None
+def rounded(rate: float) -> float:
+    """The rate with four digits, as files and folders name it."""
+    return float(f"{rate:.4g}")
 
 
-def _other(what: str, before: Any, now: Any) -> str:
-    return (
-        f"--output holds a study of {what} {shown(before)}, and now it is {shown(now)}: give the "
-        "options of that study, or name another folder"
-    )
+def grid_of(contender: Contender, factors: Sequence[float]) -> tuple[float, ...]:
+    """The rates of the contender's grid: multiples of its own rate. Raises InputError if that is
+    0."""
+    if not (own := contender.config.optimizer.lr):
+        raise InputError(f"contender {contender.name}: --lr is 0, and a grid needs a rate above 0")
+    return tuple(rounded(own * factor) for factor in factors)
+
+
+def lr_options(contender: Contender, rate: float) -> Options:
+    """The options of a run at this rate. The whole schedule is scaled, so its shape stays."""
+    optimizer = contender.config.optimizer
+    return {"lr": rate, "min_lr": rounded(optimizer.min_lr * rate / optimizer.lr)}
+
+
+def pilot_cells(
+    folder: StudyFolder, manifest: StudyManifest, name: str, sweep: Sweep
+) -> list[Cell]:
+    """The pilot runs of the contender that are known so far, the grid first."""
+    further = [] if sweep.further is None else [sweep.further]
+    return [_pilot(folder, manifest, name, rate) for rate in (*sweep.grid, *further)]
+
+
+def _pilot(folder: StudyFolder, manifest: StudyManifest, name: str, rate: float) -> Cell:
+    assert manifest.design.pilot_seed is not None
+    return folder.pilot(name, manifest.design.pilot_seed, rate)
+
+
+def read_sweep(folder: StudyFolder, manifest: StudyManifest, name: str) -> Sweep:
+    """The learning-rate sweep of the contender, as far as it is finished."""
+
+    def losses(rates: Sequence[float]) -> dict[float, float]:
+        """Those of the finished runs at these rates; infinite if one diverged."""
+        found = {}
+        for rate in rates:
+            cell = _pilot(folder, manifest, name, rate)
+            if manifest.is_finished(cell):
+                loss = judged_loss(cell.measures(), manifest.design.judged_by)
+                found[rate] = math.inf if loss is None else loss
+            elif cell.has_diverged:
+                found[rate] = math.inf
+        return found
+
+    grid = grid_of(manifest.fitted_contender(name), manifest.design.lr_grid)
+    sweep = Sweep(grid, losses(grid))
+    if sweep.further is None:
+        return sweep
+    return Sweep(grid, {**sweep.losses, **losses([sweep.further])})
+
+
+def tuned_options(folder: StudyFolder, manifest: StudyManifest, name: str) -> Options | None:
+    """What the pilot runs decide for the contender: the best rate and, if contenders have equal
+    time, the iterations. None: runs are missing, or all of them diverged."""
+    contender, speeds = manifest.fitted_contender(name), []
+    sweep = read_sweep(folder, manifest, name)
+    if sweep.best is None:
+        return None
+    options = lr_options(contender, sweep.best)
+    if not manifest.design.terms.timed:
+        return options
+    for each in (name, manifest.reference.name):
+        sweep = read_sweep(folder, manifest, each)
+        if sweep.best is None:
+            return None
+        cells = pilot_cells(folder, manifest, each, sweep)
+        finished = [cell.measures() for cell in cells if manifest.is_finished(cell)]
+        speeds.append(statistics.median(run["tokens_per_second"] for run in finished))
+    return options | fitted_iterations(contender, speeds[0] / speeds[1])

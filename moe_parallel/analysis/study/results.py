@@ -1,7 +1,8 @@
-"""The measurements of the finished runs of a study."""
+"""The measurements of the finished runs of a study, who is compared, and the tests."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,30 +10,33 @@ from typing import Any
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import DENSE, Contender
 from moe_parallel.analysis.study.design import StudyDesign
-from moe_parallel.analysis.study.folder import Cell, StudyFolder, StudyManifest
-from moe_parallel.analysis.study.measures import RunMeasures, Spread, measures, spreads
-from moe_parallel.analysis.study.pilots import read_sweep
-from moe_parallel.analysis.study.sweep import Sweep
+from moe_parallel.analysis.study.folder import Cell, StudyFolder, Sweep, read_sweep
+from moe_parallel.analysis.study.measures import (
+    LEVEL,
+    PairedTest,
+    RunMeasures,
+    Spread,
+    holm,
+    judged_loss,
+    measures,
+    spreads,
+)
+from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 
 #: Key in a contender's parameters: the experts per token with which its active parameters are
 #: counted, if training decided that number.
 MEASURED = "experts_per_token"
+CONTROL_WITHIN = 0.02  # of the experts per token that the configuration asks for
 
 
 @dataclass(frozen=True)
 class Run:
     """A finished run."""
 
-    seed: int
     history: RunHistory
     measures: RunMeasures
     attempts: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, cell: Cell) -> Run:
-        history, attempts = RunHistory.from_records(cell.records()), cell.attempts()
-        return cls(cell.seed, history, measures(history), attempts)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class Result:
     @cached_property
     def spreads(self) -> dict[str, Spread]:
         return spreads(list(self.measures.values()))
+
+    @cached_property
+    def means(self) -> RunMeasures:
+        return {name: spread.mean for name, spread in self.spreads.items()}
 
     @property
     def first(self) -> RunHistory:
@@ -96,27 +104,26 @@ class StudyResults:
             raise InputError(f"{folder.path} has no finished run yet: let the study train one")
         runs: dict[str, dict[int, Run]] = {}
         for cell in finished:
-            runs.setdefault(cell.contender, {})[cell.seed] = Run.read(cell)
+            history = RunHistory.from_records(cell.records())
+            run = Run(history, measures(history), cell.attempts())
+            runs.setdefault(cell.contender, {})[cell.seed] = run
         results = [
             Result(manifest.settled(name), manifest.parameters.get(name, {}), runs[name])
             for name in manifest.contenders
             if name in runs
         ]
-        missing = [cell for cell in cells if cell not in finished]
+        swept = manifest.contenders if manifest.design.lr_grid else ()
         return cls(
-            folder.name, results, missing, manifest.processes, manifest.threads,
-            manifest.design, _sweeps(folder, manifest),
+            folder.name, results, [cell for cell in cells if cell not in finished],
+            manifest.processes, manifest.threads, manifest.design,
+            {name: read_sweep(folder, manifest, name) for name in swept},
         )  # fmt: skip
 
     @property
-    def numbers_of_seeds(self) -> list[int]:
-        """The different numbers of finished runs that contenders have, in rising order."""
-        return sorted({len(result.runs) for result in self.results})
-
-    @property
     def seeds_told(self) -> str:
-        """`5 seeds`, or `2 to 5 seeds`."""
-        fewest, most = self.numbers_of_seeds[0], self.numbers_of_seeds[-1]
+        """`5 seeds`, or `2 to 5 seeds`: those of finished runs."""
+        numbers = [len(result.runs) for result in self.results]
+        fewest, most = min(numbers), max(numbers)
         told = f"{most}" if fewest == most else f"{fewest} to {most}"
         return f"{told} seed{'s' if most > 1 else ''}"
 
@@ -130,8 +137,139 @@ class StudyResults:
         """The domains of the held-out text."""
         return list(self.reference.first.final)
 
+    @property
+    def term_values(self) -> dict[str, float | None]:
+        """What the terms of the design hold equal, as measured, by contender."""
+        value = self.design.terms.value
+        return {r.name: value(r.contender, r.parameters, r.means) for r in self.results}
 
-def _sweeps(folder: StudyFolder, manifest: StudyManifest) -> dict[str, Sweep]:
-    if not manifest.design.lr_grid:
-        return {}
-    return {name: read_sweep(folder, manifest, name) for name in manifest.contenders}
+
+@dataclass(frozen=True)
+class Comparison:
+    """A contender's losses minus those of another, seed by seed. `p` and `p_beyond`: those of the
+    test, corrected for the number of comparisons (Holm)."""
+
+    name: str
+    other: str
+    test: PairedTest
+    p: float
+    p_beyond: float
+
+    @property
+    def verdict(self) -> str:
+        """What the tests say, in a few words."""
+        better = "better" if self.test.mean < 0 else "worse"
+        if self.p_beyond < LEVEL:
+            return f"{better} by more than the margin"
+        if self.p < LEVEL:
+            return f"{better} by less than the margin" if self.test.is_equivalent else better
+        return "equivalent" if self.test.is_equivalent else "not decided"
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """The comparisons of a study.
+
+    margin: of the design, in nats per token.
+    compared: those with the reference, in order. only_reported: why others are not. By name.
+    of_pairs: those of the pairs that the design states, in order.
+    equivalent_pairs, pairs: the equivalent ones among all pairs of contenders that are compared,
+    the reference included, and the number of all.
+    """
+
+    margin: float
+    compared: dict[str, Comparison]
+    only_reported: dict[str, str]
+    of_pairs: list[Comparison]
+    equivalent_pairs: list[tuple[str, str]]
+    pairs: int
+
+    @classmethod
+    def of(cls, study: StudyResults) -> Comparisons | None:
+        """None if the design states no margin."""
+        if (margin := study.design.margin) is None:
+            return None
+        told = _reasons(study)
+        losses = {r.name: _losses(study, r) for r in study.results if r.name not in told}
+        first = study.reference.name
+        all_pairs = list(itertools.combinations(losses, 2))
+        stated = [(other, one) for one, other in study.design.pairs if {one, other} <= {*losses}]
+        tests = {}  # of the losses of b minus those of a, by (a, b)
+        for a, b in (*all_pairs, *stated):
+            seeds = sorted(losses[a].keys() & losses[b].keys())
+            if len(seeds) > 1:
+                tests[a, b] = PairedTest.of([losses[b][s] - losses[a][s] for s in seeds], margin)
+        few = "have fewer than two finished seeds in common"
+        with_first = [pair for pair in all_pairs if pair[0] == first and pair in tests]
+        alone = [b for b in losses if b != first and (first, b) not in tests]
+        told |= dict.fromkeys(alone, f"it and {first} {few}")
+        told |= {f"{b} against {a}": f"they {few}" for a, b in stated if (a, b) not in tests}
+        asked = {p: tests[p] for p in (*with_first, *stated) if p in tests}
+        p = holm({pair: test.p for pair, test in asked.items()})
+        beyond = holm({pair: test.p_beyond for pair, test in asked.items()})
+        found = {
+            (a, b): Comparison(b, a, test, p[a, b], beyond[a, b]) for (a, b), test in asked.items()
+        }
+        tested = [pair for pair in all_pairs if pair in tests]
+        return cls(
+            margin,
+            {pair[1]: found[pair] for pair in with_first},
+            told,
+            [found[pair] for pair in stated if pair in found],
+            [pair for pair in tested if tests[pair].is_equivalent],
+            len(tested),
+        )
+
+
+def _losses(study: StudyResults, result: Result) -> dict[int, float]:
+    """The loss that is judged, by seed."""
+    found = {s: judged_loss(run, study.design.judged_by) for s, run in result.measures.items()}
+    return {seed: loss for seed, loss in found.items() if loss is not None}
+
+
+def _reasons(study: StudyResults) -> dict[str, str]:
+    """Why contenders are only reported, by name."""
+    reasons = {r.name: _why_only_reported(study, r) for r in study.results}
+    first = study.reference.name
+    if (reason := reasons[first]) is not None:
+        others = f"{first}, with which it would be compared, is itself only reported"
+        return dict.fromkeys(reasons, others) | {first: reason}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _why_only_reported(study: StudyResults, result: Result) -> str | None:
+    """Why this contender is not compared. None: it is."""
+    design, config, values = study.design, result.contender.config, study.term_values
+    if (reason := _why_no_likelihood(config, design.judged_by)) is not None:
+        return reason
+    if not _losses(study, result):
+        return f"its evaluations have no {design.judged_by.replace('_', ' ')} (--eval-first-part)"
+    asked = None if result.is_dense else config.selection.mean_choices
+    experts = result.means.get("experts_per_token")
+    if asked is not None and experts is not None and abs(experts / asked - 1) > CONTROL_WITHIN:
+        return (
+            f"it uses {experts:.3f} experts per token on held-out text, {_percent(experts, asked)} "
+            f"the {asked:g} of its configuration"
+        )
+    ours, its = values[result.name], values[study.reference.name]
+    if ours is not None and its is not None and abs(ours / its - 1) > design.terms.tolerance:
+        to = f"{_percent(ours, its)} those of {study.reference.name}"
+        return f"its {design.terms.told} are {ours:,.4g}, {to}"
+    return None
+
+
+def _why_no_likelihood(config: Config, judged_by: str) -> str | None:
+    """Why the loss is not the likelihood of the text. None: it is."""
+    settled = config.settled_after
+    if settled is None:
+        return "its loss depends on later tokens, so it is not the likelihood of the text"
+    if settled > ((config.first_part or 0) if judged_by == "loss_after_first_part" else 0):
+        return (
+            f"its loss on the first {settled} tokens of a sequence depends on later tokens; "
+            "judged-by: loss_after_first_part omits them"
+        )
+    return None
+
+
+def _percent(value: float, target: float) -> str:
+    return f"{abs(value / target - 1):.1%} {'above' if value > target else 'below'}"

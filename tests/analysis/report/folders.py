@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.analysis.routing.folder import View, write_facts, write_tables
-from moe_parallel.analysis.routing.specialization import specialization
-from moe_parallel.analysis.routing.tables import tables_of
-from moe_parallel.analysis.routing.totals import AnalysisTotals
-from moe_parallel.analysis.routing.vocabulary import Vocabulary
-from tests.analysis.routing.selections import random_selections
+from moe_parallel.analysis.routing import (
+    AnalysisTotals,
+    View,
+    Vocabulary,
+    specialization,
+    tables_of,
+    write_facts,
+    write_tables,
+)
+from tests.analysis.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
 
 CELLS = """nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,own_seconds,\

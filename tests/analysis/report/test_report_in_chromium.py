@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.analysis.report.page_file import page_of
-from moe_parallel.analysis.report.report import report_of
+from moe_parallel.analysis.report.report import page_of, report_of
 from moe_parallel.analysis.report.run_entry import run_entry
 from moe_parallel.analysis.report.text_entry import text_entry
 from tests.analysis.report.folders import analysis_folder, plan_file, run_folder, scaling_folder

@@ -1,14 +1,23 @@
-"""The folder of a study: which runs are finished, and the refusal of another study."""
+"""The folder of a study: finished runs, the refusal of another study, and learning rates."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
-from moe_parallel.analysis.study.folder import StudyFolder, StudyManifest
+from moe_parallel.analysis.study.folder import (
+    DIVERGED,
+    StudyFolder,
+    StudyManifest,
+    Sweep,
+    grid_of,
+    lr_options,
+)
 from moe_parallel.errors import InputError
+from moe_parallel.training.exit_codes import EXIT_DIVERGED
 from tests.analysis.study_folder import SHARED, make_study
 
 
@@ -42,12 +51,11 @@ def test_a_run_has_its_seed_and_folder_and_what_the_study_has_set(tmp_path: Path
     assert StudyManifest.from_json(manifest.to_json().encode()) == manifest
 
 
-def test_a_manifest_without_a_design_is_read(tmp_path: Path):
+def test_a_manifest_without_options_of_pilot_runs_is_read(tmp_path: Path):
     manifest = make_study(tmp_path / "study", ["topk"]).manifest()
     content = json.loads(manifest.to_json())
-    for name in ("design", "fitted", "tuned", "python"):
+    for name in ("fitted", "tuned", "python"):
         del content[name]
-    content["seeds"] = [1, 2]
     assert StudyManifest.from_json(json.dumps(content).encode()) == manifest
 
 
@@ -135,3 +143,60 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path):
     (tmp_path / "study.json").write_text("{}")
     with pytest.raises(InputError, match="study.json cannot be read"):
         StudyFolder(tmp_path).manifest()
+
+
+GRID = (0.001, 0.003, 0.009)
+
+
+def sweep(*losses: float, further: float | None = None) -> Sweep:
+    tried = Sweep(GRID, dict(zip(GRID, losses, strict=False)))
+    if further is None:
+        return tried
+    return Sweep(GRID, {**tried.losses, tried.further: further})
+
+
+@pytest.mark.parametrize(
+    ("losses", "further"),
+    [
+        ((4.0, 4.1, 4.2), 0.0003333),  # .001^2 / .003
+        ((4.2, 4.1, 4.0), 0.027),  # .009^2 / .003
+        ((4.1, 4.0, 4.2), 0.001732),  # between .003 and .001
+        ((4.2, 4.0, 4.1), 0.005196),  # between .003 and .009
+        ((4.0, 4.1, math.inf), 0.0003333),
+        ((math.inf, math.inf, math.inf), 0.0003333),  # all diverged: a lower rate
+        ((4.1, 4.0), None),
+    ],
+)
+def test_the_further_run_extends_an_edge_or_refines_the_middle(losses, further):
+    assert sweep(*losses).further == further
+
+
+def test_the_best_of_all_runs_is_chosen_and_an_edge_is_told():
+    assert sweep(4.0, 4.1, 4.2).best is None  # the further run is missing
+    beyond = sweep(4.0, 4.1, 4.2, further=3.9)
+    assert (beyond.best, beyond.best_is_at_an_edge) == (0.0003333, True)
+    inside = sweep(4.0, 4.1, 4.2, further=4.05)
+    assert (inside.best, inside.best_is_at_an_edge) == (0.001, False)
+    refined = sweep(4.1, 4.0, 4.2, further=3.9)
+    assert (refined.best, refined.best_is_at_an_edge) == (0.001732, False)
+    assert refined.rates == [0.001, 0.001732, 0.003, 0.009]
+
+
+def test_nothing_is_best_if_all_diverged():
+    assert sweep(math.inf, math.inf, math.inf, further=math.inf).best is None
+
+
+def test_the_grid_is_around_the_contenders_own_rate_and_scales_the_whole_schedule():
+    file = SharedFile.from_raw({**SHARED, "lr": 3e-3, "min_lr": 1e-4, "aoe:lr": 1e-3})
+    topk, aoe = choose_contenders(["topk", "aoe"], file, {})
+    factors = (1 / 3, 1.0, 3.0)
+    assert grid_of(topk, factors) == (0.001, 0.003, 0.009)
+    assert grid_of(aoe, factors) == (0.0003333, 0.001, 0.003)
+    assert lr_options(topk, 0.009) == {"lr": 0.009, "min_lr": 0.0003}
+    (still,) = choose_contenders(["topk"], SharedFile.from_raw({**SHARED, "lr": 0}), {})
+    with pytest.raises(InputError, match="topk: --lr is 0"):
+        grid_of(still, factors)
+
+
+def test_divergence_has_the_exit_code_of_the_program():
+    assert DIVERGED == EXIT_DIVERGED

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.analysis.study import study_report
+from moe_parallel.analysis.study import figures
 from tests.tools.study.fake_runs import TOOL, TOTALS
 
 
@@ -23,5 +23,5 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return {"total": total, "active": active, "active_compute": active}
 
     monkeypatch.setattr(study_plan, "count_parameters", count)
-    monkeypatch.setattr(study_report, "FIGURES", {})  # tests/analysis tests them
+    monkeypatch.setattr(figures, "FIGURES", {})  # tests/analysis tests them
     return compare_selection

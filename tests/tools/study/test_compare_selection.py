@@ -29,7 +29,7 @@ def test_trains_every_system_with_every_seed_and_reports(tool, tmp_path, capsys)
     assert saves[2] == str(tmp_path / "study" / "cells" / "topk" / "seed-8")
     assert len({config.model for config in runs.configs}) == 1
     printed = capsys.readouterr().out
-    assert printed.index("topk         1,000") < printed.index("[1/4] topk, seed 7: training")
+    assert printed.index("| topk | 1,000 |") < printed.index("[1/4] topk, seed 7: training")
     assert "total parameters differ by at most 0.90%" in printed
     assert "[4/4] aoe, seed 8: loss prose 4.0800; 100 tokens/s" in printed
     assert printed.rstrip().endswith(f"report: {tmp_path / 'study' / 'table.md'}")
@@ -99,10 +99,10 @@ def test_seeds_by_contender(tool, tmp_path, capsys):
 
 def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
     """A run takes 90 s; two of four are done after 3 minutes, so the others take 3 more."""
-    import train_cells
+    import run_cells
 
     clock = [0.0]
-    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_cells, "monotonic", lambda: clock[0])
 
     def in_90_seconds(cell: Cell, stop: Any) -> int:
         clock[0] += 90
@@ -122,10 +122,10 @@ def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
 
 def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
     """Runs take 50 s: the third starts after 100 s, and a fourth would after 150."""
-    import train_cells
+    import run_cells
 
     clock = [0.0]
-    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_cells, "monotonic", lambda: clock[0])
 
     def in_50_seconds(cell: Cell, stop: Any) -> int:
         clock[0] += 50
@@ -179,7 +179,7 @@ def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
 def test_active_parameters_where_training_decides_the_experts_per_token(tool, tmp_path, capsys):
     line = ("--selections", "top_p,topk", "--seeds", "1")
     assert compare(tool, tmp_path, FakeRuns(finish), *line) == 0
-    assert re.search(r"top_p +1,000 +– +– +–\n", capsys.readouterr().out)
+    assert "| top_p | 1,000 | – | – | – |\n" in capsys.readouterr().out
     page = (tmp_path / "study" / "table.md").read_text()
     assert "| top_p | 1,000 | 225 | 225 | – | 2.25 |" in page
     assert "| topk | 1,000 | 500 | 500 | – | 2.25 |" in page

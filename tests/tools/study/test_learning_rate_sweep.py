@@ -9,8 +9,7 @@ import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
 from moe_parallel.analysis.study.design import StudyDesign
-from moe_parallel.analysis.study.folder import Cell, StudyFolder
-from moe_parallel.analysis.study.sweep import grid_of
+from moe_parallel.analysis.study.folder import Cell, StudyFolder, grid_of
 from moe_parallel.config import read_yaml
 from tests.tools.study.fake_runs import ROOT, FakeRuns, compare, evaluation, finish, write
 

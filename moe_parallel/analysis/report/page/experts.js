@@ -21,48 +21,47 @@ function momentOf(count) {
   return Math.min(count - 1, Math.round((moment.value / 1000) * (count - 1)));
 }
 
-function loadByLayer(run) {
-  const { routing } = run;
-  const load = decoded(routing.load);
-  const rows = routing.layers.map(String);
-  const columns = numbersTo(routing.experts);
+function isShown(run) {
+  return shownRuns.value.has(run.place);
+}
+
+/** A map of loads in multiples of an even share. `spec`: what differs from map to map. */
+function loadMap(run, spec) {
   return new HeatMap({
-    title: runName(run), palette: "load", rowLabel: "layer", columnLabel: "expert", valueLabel: "times an even share",
-    format: (value) => `${fixed(value, 2)} × an even share`, short: (value) => fixed(value, 2), follows: [moment, shownRuns],
-    about: () => {
-      if (moment.value === 1000) return `iterations ${whole(routing.end_from)} to ${whole(routing.iterations.at(-1))}`;
-      return `to iteration ${whole(routing.iterations[momentOf(routing.iterations.length)])}`;
-    },
-    data: () => {
-      if (!isShown(run)) return null;
-      const at = momentOf(routing.iterations.length);
-      const value = moment.value === 1000 ? (row, column) => routing.end[row][column] : (row, column) => load.get(at, row, column);
-      return { rows, columns, value, share: (number) => number / routing.load.top };
-    },
+    title: runName(run), palette: "load", columnLabel: "expert", valueLabel: "times an even share",
+    format: (value) => `${fixed(value, 2)} × an even share`, short: (value) => fixed(value, 2), ...spec,
+    data: () => (isShown(run) ? { share: (number) => number / 4, ...spec.data() } : null),
   }).card;
 }
 
-function isShown(run) {
-  return shownRuns.value.has(run.place);
+function loadByLayer(run) {
+  const { routing } = run;
+  const load = decoded(routing.load);
+  const at = () => momentOf(routing.iterations.length);
+  return loadMap(run, {
+    rowLabel: "layer", follows: [moment, shownRuns],
+    about: () => (moment.value === 1000 ? `iterations ${whole(routing.end_from)} to ${whole(routing.iterations.at(-1))}`
+      : `to iteration ${whole(routing.iterations[at()])}`),
+    data: () => ({
+      rows: routing.layers.map(String), columns: numbersTo(routing.experts),
+      value: moment.value === 1000 ? (row, column) => routing.end[row][column] : (row, column) => load.get(at(), row, column),
+    }),
+  });
 }
 
 function loadOverTime(run) {
   const { routing } = run;
   const load = decoded(routing.load);
-  return new HeatMap({
-    title: runName(run), palette: "load", rowLabel: "expert", columnLabel: "iteration", valueLabel: "times an even share",
-    format: (value) => (value >= routing.load.top ? `${routing.load.top} × an even share or more` : `${fixed(value, 2)} × an even share`),
-    short: (value) => fixed(value, 1), follows: [layerPlace, shownRuns],
-    about: () => `layer ${routing.layers[Math.min(layerPlace.value, routing.layers.length - 1)]}`,
-    data: () => {
-      if (!isShown(run)) return null;
-      const layer = Math.min(layerPlace.value, routing.layers.length - 1);
-      return {
-        rows: numbersTo(routing.experts), columns: routing.iterations.map(compactTick),
-        value: (row, column) => load.get(column, layer, row), share: (number) => number / routing.load.top,
-      };
-    },
-  }).card;
+  const layer = () => Math.min(layerPlace.value, routing.layers.length - 1);
+  return loadMap(run, {
+    rowLabel: "expert", columnLabel: "iteration", follows: [layerPlace, shownRuns],
+    format: (value) => (value >= load.top ? `${load.top} × an even share or more` : `${fixed(value, 2)} × an even share`),
+    short: (value) => fixed(value, 1), about: () => `layer ${routing.layers[layer()]}`,
+    data: () => ({
+      rows: numbersTo(routing.experts), columns: routing.iterations.map(compactTick),
+      value: (row, column) => load.get(column, layer(), row),
+    }),
+  });
 }
 
 /** A measure of each layer at the chosen moment, a curve for each run. */

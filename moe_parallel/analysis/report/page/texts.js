@@ -14,28 +14,25 @@ function layerAt(analysis) {
 function loadOfTexts(run) {
   const { text } = run;
   const load = decoded(text.load);
-  return new HeatMap({
-    title: runName(run), palette: "load", rowLabel: "text", columnLabel: "expert", valueLabel: "times an even share",
-    format: (value) => `${fixed(value, 2)} × an even share`, short: (value) => fixed(value, 2), follows: [textLayer, shownRuns],
-    about: () => `layer ${text.layers[layerAt(text)]}`,
-    data: () => (isShown(run) ? {
+  return loadMap(run, {
+    rowLabel: "text", follows: [textLayer, shownRuns], about: () => `layer ${text.layers[layerAt(text)]}`,
+    data: () => ({
       rows: text.texts.map(({ name }) => name), columns: numbersTo(text.experts),
-      value: (row, column) => load.get(row, layerAt(text), column), share: (number) => number / 4,
-    } : null),
-  }).card;
+      value: (row, column) => load.get(row, layerAt(text), column),
+    }),
+  });
 }
 
 function loadOfLayers(run, place) {
   const { text } = run;
   const load = decoded(text.load);
-  return new HeatMap({
-    title: el("span", {}, runName(run), ` on ${text.texts[place].name}`), palette: "load", rowLabel: "layer", columnLabel: "expert",
-    valueLabel: "times an even share", format: (value) => `${fixed(value, 2)} × an even share`, short: (value) => fixed(value, 2), follows: [shownRuns],
-    about: () => `Ent_load ${fixed(mean(text.ent_load[place]), 3)}, Ent_conf ${fixed(mean(text.ent_conf[place]), 3)} nats, means over layers`,
-    data: () => (isShown(run) ? {
-      rows: text.layers.map(String), columns: numbersTo(text.experts), value: (row, column) => load.get(place, row, column), share: (number) => number / 4,
-    } : null),
-  }).card;
+  return loadMap(run, {
+    title: el("span", {}, runName(run), ` on ${text.texts[place].name}`), rowLabel: "layer", follows: [shownRuns],
+    about: `Ent_load ${fixed(mean(text.ent_load[place]), 3)}, Ent_conf ${fixed(mean(text.ent_conf[place]), 3)} nats, means over layers`,
+    data: () => ({
+      rows: text.layers.map(String), columns: numbersTo(text.experts), value: (row, column) => load.get(place, row, column),
+    }),
+  });
 }
 
 function mean(values) {

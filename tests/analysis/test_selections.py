@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_parallel.analysis.routing.selections import ChosenExperts, MergedSelections
+from moe_parallel.analysis.selections import ChosenExperts, MergedSelections
 
 CHOSEN = ChosenExperts(
     layer=1,

@@ -1,11 +1,20 @@
-"""What the report recognizes, and what it says of the rest."""
+"""What the report recognizes; its page keeps strangers' strings as text and needs no network."""
 
+import base64
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from moe_parallel.analysis.report.sources import find_sources, short_names
+from moe_parallel.analysis.report.report import (
+    SCRIPTS,
+    find_sources,
+    json_in_html,
+    page_of,
+    short_names,
+)
 from moe_parallel.errors import InputError
 from tests.analysis.report.folders import plan_file, run_folder, scaling_folder
 from tests.analysis.study_folder import make_study, plausible_records, write_cell
@@ -69,3 +78,50 @@ def test_wrong_sources(tmp_path):
         with pytest.raises(InputError, match=message) as error:
             find_sources([path])
         assert "\n" not in str(error.value)
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "]]>&lt;img src=x onerror=alert(1)>",
+    "quotes \" and ' and \\",
+    "\u2028\u2029\0",
+    "half a pair: \ud800",
+    "@@DATA@@",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_json_ends_no_element_and_is_the_same_text(text):
+    found = json_in_html({text: [text]})
+    assert not set("<>&") & set(found)
+    assert json.loads(found) == {text: [text]}
+    found.encode("utf-8")
+
+
+def test_a_number_that_json_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="Out of range float"):
+        json_in_html([float("nan")])
+
+
+def test_the_policy_allows_this_program_alone():
+    page = page_of(
+        {"runs": [], "scaling": [], "plans": [], "command": ""}, "</title>@@STYLE@@\udc80"
+    )
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+    assert page.count("<script") == 2 and page.count("</script>") == 2
+    assert "<title>&lt;/title&gt;@@STYLE@@?</title>" in page
+    outside = re.findall(r"(?:src|href)=\"(?!#|data:)", page) + re.findall(r"url\(", page)
+    assert outside == ["url("]  # the clip path of a chart: url(#id)
+    assert re.findall(r"https?://[^\"'` ]+", page) == ["http://www.w3.org/2000/svg"]
+
+
+def test_every_part_is_used():
+    from importlib import resources
+
+    folder = resources.files("moe_parallel.analysis.report") / "page"
+    names = {each.name for each in folder.iterdir()}
+    assert names == {*SCRIPTS, "page.html", "page.css"}

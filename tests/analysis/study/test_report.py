@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from moe_parallel.analysis.study.figures import draw_figures
 from moe_parallel.analysis.study.folder import StudyFolder
-from moe_parallel.analysis.study.loss_figure import draw_losses
-from moe_parallel.analysis.study.notes import study_notes
+from moe_parallel.analysis.study.report import markdown, study_notes, write_study_report
 from moe_parallel.analysis.study.results import StudyResults
-from moe_parallel.analysis.study.routing_figures import (
-    draw_domain_weights,
-    draw_experts_per_token,
-    draw_loads,
-    draw_norms,
-)
-from moe_parallel.analysis.study.study_report import write_study_report
-from moe_parallel.analysis.study.table import markdown
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
 from tests.tiers import rest_in_full
@@ -211,7 +203,7 @@ def titles(figure: Figure) -> list[str]:
 
 
 def test_loss_curves_are_means_with_a_band_and_differences_from_the_first(all_kinds):
-    figure = draw_losses(all_kinds)
+    figure = draw_figures(all_kinds)["loss"]
     assert titles(figure) == [
         "training", "held out, code", "held out, prose", *["minus topk, same seed"] * 3
     ]  # fmt: skip
@@ -230,7 +222,7 @@ def test_loss_curves_are_means_with_a_band_and_differences_from_the_first(all_ki
 
 
 def test_load_maps_of_the_systems_with_experts(all_kinds):
-    figure = draw_loads(all_kinds)
+    figure = draw_figures(all_kinds)["load"]
     names = [title.splitlines()[0] for title in titles(figure)]
     assert names == [name for name in [*KINDS, "variant", "second"] if name != "dense"]
     (image,) = figure.axes[0].images
@@ -239,7 +231,7 @@ def test_load_maps_of_the_systems_with_experts(all_kinds):
 
 
 def test_norm_traces_of_the_systems_with_norms(all_kinds):
-    figure = draw_norms(all_kinds)
+    figure = draw_figures(all_kinds)["norms"]
     assert titles(figure) == ["aoe", "variant"]
     assert len(figure.axes[0].lines) == 3 * 8
     assert len({line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color())
@@ -247,7 +239,7 @@ def test_norm_traces_of_the_systems_with_norms(all_kinds):
 
 
 def test_experts_per_token_where_they_vary(all_kinds):
-    figure = draw_experts_per_token(all_kinds)
+    figure = draw_figures(all_kinds)["experts_per_token"]
     code, prose = figure.axes
     labels = [line.get_label() for line in code.lines]
     assert labels[0] == "top_p"
@@ -260,7 +252,7 @@ def test_experts_per_token_where_they_vary(all_kinds):
 
 
 def test_routing_weights_of_merged_systems(all_kinds):
-    figure = draw_domain_weights(all_kinds)
+    figure = draw_figures(all_kinds)["domain_weights"]
     assert titles(figure) == [f"lory, layer {number}" for number in (1, 2, 3)]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["code", "prose"]
     weights = all_kinds.results[3].first.held_out("routing_weight_per_expert")

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.analysis.study.comparison import Comparisons
 from moe_parallel.analysis.study.folder import StudyFolder
-from moe_parallel.analysis.study.results import StudyResults
-from moe_parallel.analysis.study.study_report import write_study_report
-from moe_parallel.analysis.study.table import markdown
+from moe_parallel.analysis.study.report import markdown, write_study_report
+from moe_parallel.analysis.study.results import Comparisons, StudyResults
 from tests.analysis.study_folder import layer, make_study, write_cell
 
 SEEDS = (1, 2, 3, 4, 5)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_parallel.analysis.routing.selections import ChosenExperts, TextSelections
+from moe_parallel.analysis.selections import ChosenExperts, TextSelections
 
 
 def random_selections(

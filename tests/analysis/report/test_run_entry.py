@@ -1,12 +1,21 @@
-"""The curves and maps of a run, compared with its records."""
+"""The curves, maps and numbers of a run, compared with its records."""
 
 import base64
 import json
+import math
 
 import numpy as np
 import pytest
 
-from moe_parallel.analysis.report.curves import (
+from moe_parallel.analysis.report.numbers import (
+    as_bytes,
+    bucket_means,
+    short,
+    shorts,
+    slices_of,
+    thinned,
+)
+from moe_parallel.analysis.report.run_entry import (
     LAYER_VALUES,
     MAP_VALUES,
     curves_of,
@@ -94,3 +103,68 @@ def test_a_dense_run_has_no_routing():
     history = RunHistory.from_records(synthetic_run(logged=3, layers=0))
     assert routing_of(history) is None
     assert "ent_load" not in curves_of(history)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.23456789, 1.2346), (123456789.0, 123460000), (2.0, 2), (0.0, 0), (-1e-9, -1e-9)]
+    + [(math.nan, None), (math.inf, None), (None, None)],
+)  # fmt: skip
+def test_short(value, shown):
+    assert short(value) == shown
+
+
+def test_nested_numbers_are_json():
+    text = json.dumps(shorts([np.array([1.0, np.nan]), [2.123456789, None]]), allow_nan=False)
+    assert json.loads(text) == [[1, None], [2.1235, None]]
+
+
+def test_bytes_have_steps_of_top_over_254():
+    values = np.array([[0.0, 1.0, 2.5], [4.0, 9.0, np.nan]])
+    coded = as_bytes(values, 4.0)
+    assert coded["shape"] == [2, 3] and coded["top"] == 4
+    found = np.frombuffer(base64.b64decode(coded["data"]), dtype=np.uint8)
+    assert found[5] == 255
+    decoded = found[:5] / 254 * 4.0
+    assert np.abs(decoded - [0, 1, 2.5, 4, 4]).max() <= 4 / 254 / 2 + 1e-12
+    assert as_bytes(np.zeros(2), 0.0)["data"] == base64.b64encode(b"\0\0").decode()
+
+
+def test_a_short_curve_keeps_every_point():
+    assert thinned(np.arange(5.0), 5).tolist() == [0, 1, 2, 3, 4]
+    assert thinned(np.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("count", [31, 1000, 98_765])
+def test_spikes_gaps_and_ends_stay(count):
+    values = np.sin(np.arange(count) / 50)
+    spikes = [count // 3, count // 2, count - 7]
+    values[spikes] = [40, -50, 60]
+    gap = 2 * count // 5
+    values[gap] = np.nan
+    places = thinned(values, 30)
+    assert len(places) <= 30 and (np.diff(places) > 0).all()
+    assert {0, count - 1, gap, *spikes} <= set(places.tolist())
+    infinite = np.where(np.arange(count) == 9, np.inf, values)
+    assert 9 in thinned(infinite, 30)
+
+
+def test_each_bucket_keeps_its_extremes():
+    values = np.random.default_rng(0).normal(size=300)
+    places = set(thinned(values, 32).tolist())
+    for part in np.array_split(np.arange(300), 10):
+        assert {part[values[part].argmin()], part[values[part].argmax()]} <= places
+
+
+def test_buckets_cover_everything_once():
+    for count, most in [(1, 5), (5, 5), (7, 3), (1000, 60)]:
+        parts = slices_of(count, most)
+        covered = [place for part in parts for place in range(part.start, part.stop)]
+        assert covered == list(range(count)) and len(parts) == min(count, most)
+
+
+def test_means_leave_out_what_is_not_finite():
+    values = np.array([[1.0, np.nan], [3.0, np.nan], [np.inf, 5.0]])
+    means = bucket_means(values, [slice(0, 2), slice(2, 3)])
+    assert means[0, 0] == 2 and means[1, 1] == 5
+    assert np.isnan(means[0, 1]) and np.isnan(means[1, 0])

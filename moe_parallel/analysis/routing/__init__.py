@@ -1,1 +1,0 @@
-"""The selections of a model on a text: totals in bounded memory, and tables in Parquet."""

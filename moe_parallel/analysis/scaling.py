@@ -1,0 +1,490 @@
+"""Scaling studies: the same training on more nodes, and what its records show.
+
+FOLDER/NAME/cell.json cell.yaml    a cell: a number of nodes with values of flags
+FOLDER/NAME/job job.out run/       the number of its last job, the job's output, and the run
+FOLDER/scaling.csv scaling.png     the report
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moe_parallel.analysis.run_history import RunHistory
+from moe_parallel.analysis.study.figures import contender_style, domain_color, new_figure
+from moe_parallel.config import Config, make_config, validate
+from moe_parallel.config.message import counted
+from moe_parallel.errors import InputError
+from moe_parallel.plan.cluster import Cluster
+from moe_parallel.reading import read_end, read_json, read_word
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
+
+FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
+NODES_AXIS = "nodes"  # the axis that every study has; the others are varied flags
+BETWEEN = "between steps"  # evaluations and log lines; in older runs also saves
+IDEAL = "#bbbbbb"
+_REMEDY = ": restore it, or move its folder away"
+
+
+@dataclass(frozen=True)
+class ScalingCell:
+    """One run: a number of nodes and the options of its training."""
+
+    nodes: int
+    ranks: int
+    varied: Mapping[str, Any]  # values of --vary by option name
+    options: Mapping[str, Any]  # raw values by option name
+
+    @property
+    def name(self) -> str:
+        return "_".join(f"{name}={value}" for name, value in self.factors.items())
+
+    @property
+    def factors(self) -> Mapping[str, Any]:
+        """What cells differ in: the number of nodes and the varied flags."""
+        return {NODES_AXIS: self.nodes, **self.varied}
+
+    def line(self, axis: str) -> str:
+        """The cell without its value on the axis, in words."""
+        others = {name: value for name, value in self.factors.items() if name != axis}
+        return ", ".join(f"{name} {value}" for name, value in others.items())
+
+    @property
+    def config(self) -> Config:
+        """Raises InputError if the options are wrong."""
+        return make_config({**self.options, "save": "unused"})
+
+    def why_not(self) -> str | None:
+        """Why this number of ranks cannot train the cell; None if it can.
+
+        Raises InputError if the options are wrong on any number of ranks.
+        """
+        config = self.config
+        try:
+            validate(config, self.ranks)
+        except InputError as error:
+            return str(error)
+        return None
+
+
+def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
+    """`name=1,2` as {option name: values}. Raises InputError."""
+    varied: dict[str, list[Any]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        texts = values.split(",")
+        if not key or not all(texts):
+            raise InputError(f"--vary {word}: write flag=value,value, as in micro-batch-size=1,2")
+        if key in varied:
+            raise InputError(f"--vary names {name} twice: give all its values in one word")
+        if any("/" in text for text in texts):
+            raise InputError(f"--vary {word}: a value names a folder of the study; leave out /")
+        try:
+            varied[key] = [yaml.safe_load(text) for text in texts]
+        except (yaml.YAMLError, LookupError, RecursionError, TypeError, ValueError):
+            raise InputError(f"--vary {word[:200]}: a value is not YAML") from None
+    return varied
+
+
+def cells(
+    options: Mapping[str, Any],
+    nodes: Sequence[int],
+    varied: Mapping[str, Sequence[Any]],
+    *,
+    ranks_per_node: int,
+    weak: bool,
+) -> Iterator[ScalingCell]:
+    """Every number of nodes with every combination of values.
+
+    Args:
+        options: raw values by option name, of the file that all cells share.
+        weak: the global batch is that of one node, times the nodes. Otherwise all cells have it.
+
+    Raises InputError if weak scaling has no global batch to multiply.
+    """
+    for count, values in itertools.product(nodes, itertools.product(*varied.values())):
+        chosen = dict(zip(varied, values, strict=True))
+        its_own = {**options, **chosen}
+        if weak:
+            batch = its_own.get("global_batch_size")
+            if not isinstance(batch, int):
+                raise InputError("--weak: --config has no global-batch-size: give one node's")
+            its_own["global_batch_size"] = batch * count
+        yield ScalingCell(count, count * ranks_per_node, chosen, its_own)
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """The folder of a cell, with its configuration and its run."""
+
+    path: Path
+    cell: ScalingCell
+
+    @staticmethod
+    def of(study: Path, cell: ScalingCell) -> CellFolder:
+        return CellFolder(study / cell.name, cell)
+
+    @staticmethod
+    def read_all(study: Path) -> list[CellFolder]:
+        """The cells that were ever written, by number of nodes."""
+        found = []
+        for file in study.glob("*/cell.json"):
+            try:
+                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, _REMEDY))))
+            except TypeError:
+                raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
+        return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "cell.yaml"
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "job.out"
+
+    def write(self) -> None:
+        """Write the cell. Raises InputError if the folder has another cell of this name."""
+        text = json.dumps(asdict(self.cell), indent=1)
+        file = self.path / "cell.json"
+        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
+            raise InputError(
+                f"{self.path} holds a run with other options: name another folder for this study"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        options = {name.replace("_", "-"): value for name, value in self.cell.options.items()}
+        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
+
+    @property
+    def history(self) -> RunHistory | None:
+        """The history of the run. None: it has no record yet."""
+        file = self.run / METRICS_FILE
+        records = read_metrics(file) if file.exists() else []
+        return RunHistory.from_records(records) if records else None
+
+    @property
+    def is_finished(self) -> bool:
+        history, last = self.history, self.cell.config.training.train_iters
+        return history is not None and last is not None and history.last_iteration >= last
+
+    def state(self, queue: Collection[str]) -> str:
+        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
+        if self.job_file.exists() and read_word(self.job_file) in queue:
+            return QUEUED
+        if self.is_finished:
+            return FINISHED
+        return FAILED if self.job_file.exists() else NEW
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the newest output of the cell's jobs."""
+        files = [self.output, *(self.run / "logs").glob("*.out")]
+        for file in sorted(filter(Path.exists, files), key=lambda each: -each.stat().st_mtime):
+            if said := read_end(file).strip():
+                return said.split("\n")[-1].strip()
+        return "no output"
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Means over the logged steps after the warm-up, in seconds a step and tokens a second."""
+
+    tokens_per_second: float
+    step_seconds: float
+    phases: dict[str, float]  # compute, data, dispatch, pipeline, reduce, rest: means over ranks
+    # Between two steps, where there are several: saves; then evaluations, log lines and, of runs
+    # whose records have no save_seconds, saves.
+    save_seconds: float | None
+    between_seconds: float | None
+
+    @staticmethod
+    def of(history: RunHistory, tokens_per_step: int, warm_up: int) -> Measures:
+        """The measures of a run. Raises InputError if no step is left after the warm-up."""
+
+        def counts(record: MetricsLine) -> bool:
+            return record["iteration"] > warm_up and "ranks" in record
+
+        def step_of(records: Sequence[MetricsLine]) -> float:
+            return float(np.mean([tokens_per_step / each["tokens_per_second"] for each in records]))
+
+        def mean(name: str) -> float:
+            return float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
+
+        processes = [list(filter(counts, of_process)) for of_process in history.processes]
+        kept = list(itertools.chain(*processes))
+        if not kept:
+            raise InputError(
+                f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
+            )
+        step, phases = step_of(kept), {"compute": mean("own")}
+        if all("data_seconds" in each["ranks"] for each in kept):  # those of older runs have none
+            phases["data"] = mean("data")
+            phases["compute"] -= phases["data"]
+        phases |= {name: mean(name) for name in ("dispatch", "pipeline", "reduce")}
+        # `own` is a median of the steps of a log line: the rest may be a little below zero.
+        phases["rest"] = step - sum(phases.values())
+
+        number, elapsed, save, between = 0, 0.0, None, None
+        later: list[MetricsLine] = []
+        for records in filter(None, processes):  # the steps of the first record precede its time
+            number += records[-1]["iteration"] - records[0]["iteration"]
+            elapsed += records[-1]["elapsed_seconds"] - records[0]["elapsed_seconds"]
+            later += records[1:]
+        if number:
+            between = elapsed / number - step_of(later)
+            if all("save_seconds" in record for record in kept):
+                save = sum(record["save_seconds"] for record in later) / number
+                between -= save
+        return Measures(tokens_per_step / step, step, phases, save, between)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A finished cell."""
+
+    cell: ScalingCell
+    axis: str
+    measures: Measures
+    efficiency: float  # tokens a second and node, over those of the first cell of its line
+    planned: float | None  # tokens a second
+    no_plan: str | None  # the reason
+
+    @property
+    def place(self) -> Any:
+        """The value on the axis."""
+        return self.cell.factors[self.axis]
+
+    @property
+    def line(self) -> str:
+        """The cells that differ only on the axis have the same."""
+        return self.cell.line(self.axis)
+
+    @property
+    def plan_error(self) -> float | None:
+        """Planned over measured tokens a second, minus 1."""
+        return None if self.planned is None else self.planned / self.measures.tokens_per_second - 1
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The columns of the CSV."""
+
+        def rounded(value: float | None, places: int) -> float | None:
+            return None if value is None else round(value, places)
+
+        return {
+            "nodes": self.cell.nodes,
+            "ranks": self.cell.ranks,
+            **self.cell.varied,
+            "global_batch_size": self.cell.config.training.global_batch_size,
+            "tokens_per_second": rounded(self.measures.tokens_per_second, 2),
+            "efficiency": rounded(self.efficiency, 4),
+            "step_seconds": rounded(self.measures.step_seconds, 6),
+            **{f"{name}_seconds": round(s, 6) for name, s in self.measures.phases.items()},
+            "save_seconds": rounded(self.measures.save_seconds, 6),
+            "between_seconds": rounded(self.measures.between_seconds, 6),
+            "planned_tokens_per_second": rounded(self.planned, 2),
+            "plan_error": rounded(self.plan_error, 4),
+        }
+
+
+def axis_of(cells: Sequence[ScalingCell], named: str | None) -> str:
+    """The axis of a study's figure: the named one, or else what the study varies.
+
+    Unnamed, it is the nodes if their number differs, otherwise the first flag with several values.
+    Raises InputError if `named` is not a factor of every cell.
+    """
+    common = [name for name in cells[0].factors if all(name in cell.factors for cell in cells)]
+    if named is not None:
+        name = named.removeprefix("--").replace("-", "_")
+        if name not in common:
+            raise InputError(f"--over {named}: the cells have {', '.join(common)}")
+        return name
+    several = [name for name in common if len({str(cell.factors[name]) for cell in cells}) > 1]
+    return (several or [NODES_AXIS])[0]
+
+
+def rows_of(
+    folders: Sequence[CellFolder],
+    warm_up: int,
+    cluster: Cluster | None = None,
+    over: str | None = None,
+) -> list[Row]:
+    """The rows of the finished cells, along the axis.
+
+    Args:
+        warm_up: the number of first iterations that are left out.
+        cluster: one node to plan on; each cell is planned on as many as it had.
+        over: the axis; None: see `axis_of`.
+
+    Raises InputError if no cell is finished.
+    """
+    finished = [each for each in folders if each.is_finished]
+    if not finished:
+        raise InputError("the study has no finished cell yet: nothing to report")
+    axis = axis_of([each.cell for each in finished], over)
+    places = list(dict.fromkeys(each.cell.factors[axis] for each in finished))
+    if all(isinstance(place, int | float) for place in places):
+        places.sort()
+    finished.sort(key=lambda each: places.index(each.cell.factors[axis]))
+    rows: list[Row] = []
+    first: dict[str, float] = {}
+    for each in finished:
+        cell, training = each.cell, each.cell.config.training
+        history = each.history
+        assert history is not None  # it is finished
+        measures = Measures.of(history, training.global_batch_size * training.seq_length, warm_up)
+        per_node = measures.tokens_per_second / cell.nodes
+        efficiency = per_node / first.setdefault(cell.line(axis), per_node)
+        plan = _planned(cell, cluster)
+        planned, no_plan = (None, plan) if isinstance(plan, str) else (plan, None)
+        rows.append(Row(cell, axis, measures, efficiency, planned, no_plan))
+    return rows
+
+
+def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
+    """The plan's tokens a second, or the reason why there is no plan."""
+    if cluster is None:
+        return "--node is not set"
+    node = cluster.node
+    if node.gpus * cell.nodes != cell.ranks:
+        has = f"{counted(cell.ranks, 'rank')} on {counted(cell.nodes, 'node')}"
+        return f"it has {has}, and {node.name} has {node.gpus}"
+    from moe_parallel.plan.search import Refused, plan_layout, vocabulary_of  # imports Megatron
+
+    try:
+        config = cell.config
+        plan = plan_layout(config, vocabulary_of(config), replace(cluster, nodes=cell.nodes))
+    except InputError as error:
+        return str(error)
+    return plan.reason if isinstance(plan, Refused) else plan.time.tokens_per_gpu * cell.ranks
+
+
+def write_scaling_report(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write scaling.csv and scaling.png; the files."""
+    table, figure = folder / "scaling.csv", folder / "scaling.png"
+    with table.open("w", newline="") as file:
+        columns = list(dict.fromkeys(name for row in rows for name in row.values))
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.values for row in rows)
+    scaling_figure(rows).savefig(figure, dpi=110)
+    return [table, figure]
+
+
+def scaling_figure(rows: Sequence[Row]) -> Figure:
+    """Speed, efficiency, the split of a step, and the plan's error, of rows of one axis. With no
+    plan, the panel of errors says why."""
+    axis = rows[0].axis
+    figure = new_figure(
+        13, 8.6, f"Scaling over {axis.replace('_', ' ')}",
+        "means after the warm-up; gray: ideal; dotted: planned; split: means of the ranks, with "
+        "the planned time of a step as a line",
+    )  # fmt: skip
+    (speed, efficiency), (split, error) = figure.subplots(2, 2)
+    # Numbers of nodes are placed by their logarithm, other values side by side.
+    values = list(dict.fromkeys(row.place for row in rows))
+    places = map(math.log2, values) if axis == NODES_AXIS else map(float, range(len(values)))
+    positions = dict(zip(values, places, strict=True))
+    lines = list(dict.fromkeys(row.line for row in rows))
+    for place, line in enumerate(lines):
+        its_own = [row for row in rows if row.line == line]
+        at = [positions[row.place] for row in its_own]
+        _draw_line((speed, efficiency, error), its_own, at, place)
+    _draw_split(split, rows)
+    titles = {
+        speed: "tokens a second",
+        efficiency: "efficiency" if axis == NODES_AXIS else "speed, over that of the first",
+        error: "error of the plan: planned / measured tokens a second - 1",
+    }
+    for axes, title in titles.items():
+        axes.set_xticks(list(positions.values()), labels=[str(value) for value in positions])
+        axes.set_xlabel(axis.replace("_", " "))
+        axes.set_title(title, fontsize=11, loc="left")
+    speed.set_yscale("log")
+    efficiency.set_ylim(0, 1.05 * efficiency.get_ylim()[1])
+    error.axhline(0, color=IDEAL, lw=1, zorder=0)
+    error.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    if reasons := list(dict.fromkeys(row.no_plan for row in rows if row.no_plan is not None)):
+        text = "\n".join(["no plan:" if len(reasons) == 1 else "no plan for some cells:", *reasons])
+        error.text(0.02, 0.98, text, transform=error.transAxes, va="top", fontsize=8, wrap=True)
+    if len(lines) > 1:
+        speed.legend(fontsize=8)
+    return figure
+
+
+def _draw_line(
+    panels: tuple[Axes, Axes, Axes], rows: Sequence[Row], at: Sequence[float], place: int
+) -> None:
+    """The cells that differ only on the axis, at their positions there."""
+    speed, efficiency, error = panels
+    style, first = contender_style(place), rows[0]
+    measured = [row.measures.tokens_per_second for row in rows]
+    speed.plot(at, measured, label=first.line or "measured", **style)
+    efficiency.plot(at, [row.efficiency for row in rows], **style)
+    if first.axis == NODES_AXIS:
+        ideal = [measured[0] / first.cell.nodes * row.cell.nodes for row in rows]
+        speed.plot(at, ideal, color=IDEAL, lw=1, zorder=0)
+        efficiency.axhline(1, color=IDEAL, lw=1, zorder=0)
+    planned = [
+        (position, row.planned, row.planned / row.cell.nodes, row.plan_error)
+        for position, row in zip(at, rows, strict=True)
+        if row.planned is not None
+    ]
+    if planned:
+        where, tokens, per_node, errors = zip(*planned, strict=True)
+        dotted = {"color": style["color"], "ls": ":"}
+        speed.plot(where, tokens, **dotted)
+        efficiency.plot(where, [each / per_node[0] for each in per_node], **dotted)
+        error.plot(where, errors, **style)
+
+
+def _draw_split(axes: Axes, rows: Sequence[Row]) -> None:
+    """A bar for each cell: the phases of a step and, above it, what lies between two steps; then
+    the error of the plan."""
+    several = len({row.line for row in rows}) > 1
+    stacks = []
+    for row in rows:
+        save, between = row.measures.save_seconds, row.measures.between_seconds or 0.0
+        saves = {} if save is None else {"save": save}
+        stacks.append({**row.measures.phases, **saves, BETWEEN: between})
+    bottom = np.zeros(len(rows))
+    for place, phase in enumerate(dict.fromkeys(name for stack in stacks for name in stack)):
+        heights = np.array([max(0.0, stack.get(phase, 0.0)) for stack in stacks])
+        style: dict[str, Any] = {"color": domain_color(place)}
+        if phase == BETWEEN:
+            style = {"facecolor": "white", "edgecolor": IDEAL, "hatch": "////"}
+        axes.bar(range(len(rows)), heights, bottom=bottom, label=phase, **style)
+        bottom = bottom + heights
+    for place, row in enumerate(rows):
+        if row.planned is not None and row.plan_error is not None:
+            tokens = row.measures.tokens_per_second * row.measures.step_seconds
+            axes.hlines(tokens / row.planned, place - 0.45, place + 0.45, color="black", lw=1.5)
+            text = f"{row.plan_error:+.0%}"
+            axes.annotate(text, (place, bottom[place]), ha="center", va="bottom", fontsize=8)
+    axes.margins(y=0.1)  # room for the error above the highest bar
+    names = [f"{row.place}" + (f"\n{row.line}" if several else "") for row in rows]
+    axes.set_xticks(range(len(rows)), labels=names, fontsize=8)
+    axes.set_xlabel(rows[0].axis.replace("_", " "))
+    axes.set_title("seconds of a step; above the bar: error of the plan", fontsize=11, loc="left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

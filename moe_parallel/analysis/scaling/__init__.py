@@ -1,1 +1,0 @@
-"""Scaling studies: the same training on more nodes, and what its records show."""

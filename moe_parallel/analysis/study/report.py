@@ -1,0 +1,633 @@
+"""The report of a study: a page to read, CSV and JSON to compute with, and figures.
+
+It is created only from the files of the study's runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.analysis.study.folder import StudyFolder, Sweep
+from moe_parallel.analysis.study.measures import (
+    LEVEL,
+    PairedTest,
+    Spread,
+    half_width,
+    paired_differences,
+)
+from moe_parallel.analysis.study.results import (
+    MEASURED,
+    Comparison,
+    Comparisons,
+    Result,
+    StudyResults,
+)
+from moe_parallel.config.message import counted, flag
+from moe_parallel.errors import InputError
+
+PARAMETERS = {
+    "total": "parameters",
+    "active": "active",
+    "active_compute": "active, all that computes",
+    "flops_per_token": "FLOPs per token",
+}
+MARK = " †"
+NONE = "–"
+MOST_TOTALS_DIFFER = 0.01
+MOST_TIMES = 3.0  # by which outputs at the start may differ from those of the reference
+IDLE_CORES = 0.1  # a smaller load by other processes is not reported
+
+Cells = Sequence[str]
+
+
+def write_study_report(folder: StudyFolder) -> Path:
+    """Write the tables and figures of the finished runs. Returns the page to read, table.md.
+
+    Raises InputError if no run is finished, or if the folder cannot be written.
+    """
+    from moe_parallel.analysis.study import figures  # matplotlib takes a second
+
+    study = StudyResults.read(folder)
+    drawn, pictures = figures.draw_figures(study), folder.path / "figures"
+    page = markdown(study)
+    page += "".join(f"\n![{name.replace('_', ' ')}](figures/{name}.png)\n" for name in drawn)
+    texts = {
+        "table.md": page,
+        "table.csv": contender_csv(study),
+        "cells.csv": cell_csv(study),
+        "table.json": study_json(study),
+    }
+    try:
+        for name, text in texts.items():
+            (folder.path / name).write_text(text, encoding="utf-8")
+        pictures.mkdir(exist_ok=True)
+        for name in figures.FIGURES.keys() - drawn.keys():  # left by an earlier report
+            (pictures / f"{name}.png").unlink(missing_ok=True)
+        for name, figure in drawn.items():
+            figure.savefig(pictures / f"{name}.png", dpi=120)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: cannot be written ({error.strerror}): free space, or change the "
+            "permissions"
+        ) from error
+    return folder.path / "table.md"
+
+
+def contender_csv(study: StudyResults) -> str:
+    """A row for each contender, with the mean, _sd, _min and _max of each measure over its runs."""
+    rows = []
+    for result in study.results:
+        row: dict[str, Any] = {"contender": result.name, "system": result.contender.system}
+        row |= {f"parameters_{key}": result.parameters.get(key) for key in PARAMETERS}
+        row["runs"] = len(result.runs)
+        for name, spread in result.spreads.items():
+            row |= {name: spread.mean, f"{name}_sd": spread.deviation}
+            row |= {f"{name}_min": spread.low, f"{name}_max": spread.high}
+        rows.append(row)
+    return _csv(rows)
+
+
+def cell_csv(study: StudyResults) -> str:
+    """A row for each finished run."""
+    return _csv(
+        {"contender": result.name, "seed": seed, **numbers}
+        for result in study.results
+        for seed, numbers in result.measures.items()
+    )
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """CSV with the columns of the first row, then those that later rows add."""
+    rows = list(rows)
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def study_json(study: StudyResults) -> str:
+    """The content of the tables, and each run, as JSON."""
+    contenders = {
+        result.name: {
+            "system": result.contender.system,
+            "options": result.contender.options,
+            "parameters": result.parameters,
+            "measures": {k: dataclasses.asdict(spread) for k, spread in result.spreads.items()},
+            f"minus_{study.reference.name}": {
+                measure: dataclasses.asdict(difference)
+                for measure in result.spreads
+                if (difference := _minus_reference(study, result, measure)) is not None
+            },
+            "runs": {
+                seed: {"measures": run.measures, "attempts": run.attempts}
+                for seed, run in result.runs.items()
+            },
+        }
+        for result in study.results
+    }
+    comparisons = Comparisons.of(study)
+    content = {
+        "study": study.name,
+        "design": dataclasses.asdict(study.design),
+        "contenders": contenders,
+        "comparisons": None if comparisons is None else dataclasses.asdict(comparisons),
+        "sweeps": {name: sweep.as_json() for name, sweep in study.sweeps.items()},
+        "notes": study_notes(study),
+    }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def markdown(study: StudyResults) -> str:
+    """The report as a page."""
+    parts = [
+        f"# {study.name}\n",
+        f"Mean ± standard deviation over {study.seeds_told} (lowest to highest); {NONE}: the "
+        "system does not have it.\n",
+        "## Held-out text\n",
+        _held_out(study),
+        *_differences(study),
+        *_comparison_sections(study),
+        *_sweep_section(study),
+        "## Size and speed\n",
+        _costs(study),
+        "## Routing\n",
+        _routing(study),
+        *_starts_section(study),
+        "## What was compared, and what this cannot show\n",
+        _bullets(study_notes(study)),
+    ]
+    return "\n".join(parts)
+
+
+def markdown_table(heads: Cells, rows: Iterable[Cells]) -> str:
+    """A table whose first column is aligned to the left, the others to the right."""
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"
+
+
+def parameter_table(parameters: Mapping[str, Mapping[str, Any]]) -> str:
+    """The parameters of the contenders, by name."""
+    rows = [[name, *(_count(of.get(key)) for key in PARAMETERS)] for name, of in parameters.items()]
+    return markdown_table(["", *PARAMETERS.values()], rows)
+
+
+def _bullets(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+
+
+def _fixed(number: float, places: int, sign: str = "") -> str:
+    """The number with so many decimals; `sign` "+" also shows that of a positive one."""
+    rounded = round(number, places) + 0.0  # never -0.000
+    return f"{rounded:{sign}.{places}f}".replace("-", "−")
+
+
+def _signed(number: float) -> str:
+    return _fixed(number, 4, "+")
+
+
+def _count(number: Any) -> str:
+    return NONE if number is None else f"{number:,}"
+
+
+def _with_range(spread: Spread | None, sign: str = "") -> str:
+    """`mean ± deviation (lowest to highest)`."""
+    if spread is None:
+        return NONE
+    mean, low, high = (_fixed(value, 3, sign) for value in (spread.mean, spread.low, spread.high))
+    return (
+        mean if spread.deviation is None else f"{mean} ± {spread.deviation:.3f} ({low} to {high})"
+    )
+
+
+def _plain(spread: Spread | None, shown: Callable[[float], str]) -> str:
+    if spread is None:
+        return NONE
+    deviation = "" if spread.deviation is None else f" ± {shown(spread.deviation)}"
+    return shown(spread.mean) + deviation
+
+
+def _held_out(study: StudyResults) -> str:
+    """A table with a column for each loss of each domain: first the losses that every system has,
+    then those that only some have."""
+    told = dict.fromkeys(name for result in study.results for name in result.spreads)
+    common = [f"{domain}/{name}" for name in ("loss", "bits_per_byte") for domain in study.domains]
+    others = [name for name in told if name.split("/")[0] in study.domains and name not in common]
+    columns = [*(name for name in common if name in told), *others]
+    rows = [
+        [
+            result.name + (MARK if result.warnings else ""),
+            *(_with_range(result.spreads.get(name)) for name in columns),
+        ]
+        for result in study.results
+    ]
+    text = _with_numbers(columns, rows, [len(result.runs) for result in study.results])
+    if any(result.warnings for result in study.results):
+        text += (
+            f"\n{MARK.strip()} Read the note on this system below before you compare its loss.\n"
+        )
+    return text
+
+
+def _differences(study: StudyResults) -> list[str]:
+    if len(study.results) < 2:
+        return []
+    columns = [f"{domain}/loss" for domain in study.domains]
+    rows, numbers = [], []
+    for result in study.results[1:]:
+        differences = [_minus_reference(study, result, name) for name in columns]
+        rows.append([result.name, *(_with_range(each, "+") for each in differences)])
+        numbers.append(len(result.runs.keys() & study.reference.runs.keys()))
+    title = f"## Loss minus that of {study.reference.name} with the same seed\n"
+    return [title, _with_numbers(columns, rows, numbers)]
+
+
+def _with_numbers(columns: list[str], rows: list[list[str]], seeds: Sequence[int]) -> str:
+    """The table of losses, DOMAIN/LOSS; with a last column for the numbers of seeds of its rows, if
+    they differ."""
+    units = {"loss": "nats/token", "bits_per_byte": "bits/byte"}
+    parts = [name.rpartition("/") for name in columns]
+    heads = ["", *(f"{domain}, {units.get(m, m.replace('_', ' '))}" for domain, _, m in parts)]
+    if len(set(seeds)) > 1:
+        heads = [*heads, "seeds"]
+        rows = [[*row, str(number)] for row, number in zip(rows, seeds, strict=True)]
+    return markdown_table(heads, rows)
+
+
+def _minus_reference(study: StudyResults, result: Result, measure: str) -> Spread | None:
+    return paired_differences(result.measures, study.reference.measures, measure)
+
+
+def _costs(study: StudyResults) -> str:
+    formats: dict[str, tuple[str, Callable[[float], str]]] = {
+        "experts_per_token": ("experts per token", "{:.2f}".format),
+        "dropped_share": ("choices dropped", "{:.2%}".format),
+        "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+        "peak_memory_bytes": ("peak memory, MiB", lambda value: f"{value / 2**20:,.0f}"),
+    }
+    rows = [
+        [
+            result.name,
+            *(_count(result.parameters.get(key)) for key in PARAMETERS),
+            *(_plain(result.spreads.get(name), shown) for name, (_, shown) in formats.items()),
+        ]
+        for result in study.results
+    ]
+    return markdown_table(["", *PARAMETERS.values(), *(head for head, _ in formats.values())], rows)
+
+
+def _routing(study: StudyResults) -> str:
+    columns = {
+        "ent_load": "Ent_load, nats",
+        "ent_conf": "Ent_conf, nats",
+        "max_minus_min_load_sum": "max − min load, summed over layers",
+        "mutual_information": "I(expert; domain), nats",
+        "utilisation": "utilization",
+    }
+    experts = {r.contender.config.moe.num_experts for r in study.results if not r.is_dense}
+    ceilings = [f"ln {n} = {math.log(n):.3f}" for n in sorted(filter(None, experts))]
+    rows = [
+        [result.name, *(_plain(result.spreads.get(name), "{:.3f}".format) for name in columns)]
+        for result in study.results
+    ]
+    limit = f"\nThe entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
+    return markdown_table(["", *columns.values()], rows) + limit
+
+
+def _comparison_sections(study: StudyResults) -> list[str]:
+    """The conclusions, the terms, and the tests. Without a margin there are none."""
+    if (comparisons := Comparisons.of(study)) is None:
+        return []
+    return [
+        "## What the numbers show\n",
+        _bullets(_conclusions(study, comparisons)),
+        f"## Equal terms: {study.design.terms.told}\n",
+        _terms(study, comparisons),
+        f"## Tests against {study.reference.name}\n",
+        _tests(comparisons),
+    ]
+
+
+def _conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
+    """What the numbers show, and what they do not show: first what the study asks."""
+    compared = [*comparisons.compared.values(), *comparisons.of_pairs]
+    by_number: dict[int, list[PairedTest]] = {}
+    for each in compared:
+        by_number.setdefault(each.test.runs, []).append(each.test)
+    return [
+        *map(_verdict, compared),
+        *(
+            f"**{name}** is reported, not compared: {reason}."
+            for name, reason in comparisons.only_reported.items()
+        ),
+        *_pairs(comparisons),
+        *(_resolved(runs, by_number[runs], comparisons.margin) for runs in sorted(by_number)),
+        _what_was_tested(study, comparisons),
+        "The unit is a seed, which sets the weights and the order of the text. Domains, layers and "
+        "evaluations of one run are not repetitions. Intervals hold for other seeds, and only for "
+        "this model size, text and number of tokens.",
+    ]
+
+
+def _verdict(comparison: Comparison) -> str:
+    test, verdict, other = comparison.test, comparison.verdict, comparison.other
+    if verdict == "equivalent":
+        said = f"is equivalent to {other}"
+    elif verdict == "not decided":
+        said = (
+            f"and {other}: neither a difference nor equivalence is shown. They may differ, "
+            "although no difference was found"
+        )
+    else:
+        direction, _, size = verdict.partition(" by ")
+        said = f"is {direction} than {other}"
+        said += f", by {size}" if size else "; whether by more than the margin is not decided"
+    return (
+        f"**{comparison.name}** {said} ({_signed(test.mean)} nats per token on average, 95% "
+        f"interval {_signed(test.low)} to {_signed(test.high)}, corrected p = {comparison.p:.3g})."
+    )
+
+
+def _pairs(comparisons: Comparisons) -> list[str]:
+    if not comparisons.pairs:
+        return []
+    margin, found = f"{comparisons.margin:g}", len(comparisons.equivalent_pairs)
+    if found == comparisons.pairs:
+        return [
+            f"All {found} pairs of compared contenders are equivalent: each 90% interval lies "
+            f"inside ±{margin}. This claim needs no correction, because every test must succeed."
+        ]
+    names = ", ".join(f"{one} and {other}" for one, other in comparisons.equivalent_pairs)
+    which = f" ({names}; each by itself, not together)" if found else ""
+    return [
+        f"{found} of {comparisons.pairs} pairs are equivalent{which}. The study does not show that "
+        "all systems are equivalent."
+    ]
+
+
+def _resolved(runs: int, tests: list[PairedTest], margin: float) -> str:
+    """What this number of seeds could resolve."""
+    wide, narrow = half_width(runs, 0.95), half_width(runs, 0.90)
+    deviations = sorted(test.deviation for test in tests)
+    middle = deviations[len(deviations) // 2]
+    able = sum(narrow * deviation < margin for deviation in deviations)
+    return (
+        f"With {runs} seeds a 95% interval is ±{wide:.2f} and a 90% interval ±{narrow:.2f} "
+        "standard deviations of a difference. Here a difference has a standard deviation of "
+        f"{deviations[0]:.4f} to {deviations[-1]:.4f} nats (median {middle:.4f}). At the median, "
+        f"differences below {wide * middle:.4f} cannot be distinguished from 0, and no margin "
+        f"below {narrow * middle:.4f} can be met. {able} of {len(tests)} differences could meet "
+        f"the margin of {margin:g} if their mean were 0."
+    )
+
+
+def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
+    text = "loss" if study.design.judged_by == "loss" else "loss after the first part"
+    number = len(comparisons.compared) + len(comparisons.of_pairs)
+    pairs = ", and between the pairs that the design states" if comparisons.of_pairs else ""
+    return (
+        f"The tests compare the held-out {text}, mean over domains, with that of "
+        f"{study.reference.name} with the same seed{pairs}. Differences are tested "
+        f"at {LEVEL:g}, with Holm's correction for {counted(number, 'test')}. "
+        f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
+        "the first run. Equivalence is tested for each of them by itself, by two one-sided tests "
+        f"at {LEVEL:g}."
+    )
+
+
+def _terms(study: StudyResults, comparisons: Comparisons) -> str:
+    values, terms, first = study.term_values, study.design.terms, study.reference.name
+    rows = []
+    for name, value in values.items():
+        shown, ratio = NONE, NONE
+        if value is not None:
+            shown = f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
+            ratio = f"{value / its:.1%}" if (its := values[first]) else NONE
+        rows.append([name, shown, ratio, "no" if name in comparisons.only_reported else "yes"])
+    return markdown_table(["", terms.told, f"of {first}'s", "compared"], rows) + (
+        f"\nMeasured after training. A contender that differs by more than {terms.tolerance:.0%} "
+        "is reported and not compared.\n"
+    )
+
+
+def _tests(comparisons: Comparisons) -> str:
+    heads = ["", "mean", "95% interval", "90% interval", "standard deviation", "seeds"]
+    heads += ["p of no difference, corrected", f"p of one ≥ {comparisons.margin:g}", "verdict"]
+    named = {each.name: each for each in comparisons.compared.values()}
+    named |= {f"{each.name} against {each.other}": each for each in comparisons.of_pairs}
+    rows = [
+        [
+            name,
+            _signed(each.test.mean),
+            f"{_signed(each.test.low)} to {_signed(each.test.high)}",
+            f"{_signed(each.test.low_90)} to {_signed(each.test.high_90)}",
+            _fixed(each.test.deviation, 4),
+            str(each.test.runs),
+            f"{each.p:.3g}",
+            f"{each.test.p_equivalent:.3g}",
+            each.verdict,
+        ]
+        for name, each in named.items()
+    ]
+    return markdown_table(heads, rows)
+
+
+def _sweep_section(study: StudyResults) -> list[str]:
+    """Every loss of the learning-rate grids. Nothing without one."""
+    if not study.sweeps:
+        return []
+    heads = ["", *(f"lr × {factor:.3g}" for factor in study.design.lr_grid)]
+    rows = []
+    for name, sweep in study.sweeps.items():
+        further, chosen = NONE, NONE
+        if sweep.further is not None:
+            further = f"{_loss(sweep, sweep.further)} at {sweep.further:g}"
+        if sweep.best is not None:
+            chosen = f"{sweep.best:g}" + (" ‡" if sweep.best_is_at_an_edge else "")
+        rows.append([name, *(_loss(sweep, rate) for rate in sweep.grid), further, chosen])
+    return [
+        "## Learning rates\n",
+        markdown_table([*heads, "further run", "chosen lr"], rows),
+        "Held-out loss of the pilot runs, one for each rate, with a seed that no compared run has. "
+        "The column × 1 compares the contenders at the rate of the file. Every contender has the "
+        "same number of pilot runs. If the best rate is at the edge of the grid, the further run "
+        "is beyond that edge, otherwise between the best rate and the better of its neighbors. ‡: "
+        "the chosen rate is the lowest or the highest that was tried, so another may be better.\n",
+    ]
+
+
+def _loss(sweep: Sweep, rate: float) -> str:
+    if rate not in sweep.losses:
+        return NONE
+    loss = sweep.losses[rate]
+    if not math.isfinite(loss):
+        return "diverged"
+    return f"**{_fixed(loss, 4)}**" if rate == sweep.best else _fixed(loss, 4)
+
+
+def _starts_section(study: StudyResults) -> list[str]:
+    """How contenders start, and how fast their states move: a comparison says little if outputs
+    start several times as large as those of another, or if a state needs a large part of the run.
+    [] if no run has recorded a start and no state moves."""
+    rows = []
+    for result in (result for result in study.results if not result.is_dense):
+        config, times = result.contender.config, _times(study, result)
+        steps = config.training.train_iters
+        told = [f"{each.state} {each.steps / steps:.2g}" for each in config.time_constants]
+        rms = result.means.get("output_rms")
+        rows.append([
+            result.name,
+            NONE if rms is None else f"{rms:.3g}",
+            NONE if times is None else f"{times:.2f}",
+            "; ".join(told) or NONE,
+        ])  # fmt: skip
+    if all(cell == NONE for row in rows for cell in row[1:]):
+        return []
+    heads = ["", "RMS of the MoE layers' outputs at the start", f"times that of "
+             f"{study.reference.name}", "time constants, in runs"]  # fmt: skip
+    return ["## Starts and states\n", markdown_table(heads, rows)]
+
+
+def _times(study: StudyResults, result: Result) -> float | None:
+    """The outputs at the start over those of the reference."""
+    own, its = (each.means.get("output_rms") for each in (result, study.reference))
+    return None if own is None or not its else own / its
+
+
+def study_notes(study: StudyResults) -> list[str]:
+    """Notes for the reader, derived from the study's records; the general ones first."""
+    runs = [run for result in study.results for run in result.runs.values()]
+    attempts = [attempt for run in runs for attempt in run.attempts]
+    attempts.sort(key=lambda attempt: str(attempt["started"]))
+    times = {result.name: _times(study, result) for result in study.results}
+    notes = [_size(study), _parameters(study), _options(study)]
+    by_text: dict[str, list[str]] = {}
+    for result in study.results:
+        for warning in result.warnings:
+            by_text.setdefault(warning, []).append(result.name)
+    notes += [f"{', '.join(names)}: {text}." for text, names in by_text.items()]
+    notes += [
+        f"**{name}** starts with outputs of its MoE layers {ratio:.2g} times as large as those of "
+        f"{study.reference.name}: a difference of the losses may come from the initial weights."
+        for name, ratio in times.items()
+        if ratio is not None and not 1 / MOST_TIMES <= ratio <= MOST_TIMES
+    ]
+    if study.missing:
+        missing = ", ".join(f"{cell.contender} (seed {cell.seed})" for cell in study.missing)
+        notes.append(f"Not finished, and not in the tables: {missing}.")
+    read = {run.measures["consumed_tokens"] for run in runs}
+    if len(read) > 1:
+        terms = study.design.terms
+        why = ": NOT an equal comparison" if terms.equal_tokens else f", for equal {terms.told}"
+        notes.append(f"Runs read between {min(read):,} and {max(read):,} tokens{why}.")
+    return [
+        *notes,
+        _machines(study, attempts),
+        *([_other_work(attempts)] if attempts else []),
+        "Losses are means over all held-out tokens that an evaluation reads, which are the same "
+        "for every run. Ent_load, Ent_conf and loads are means over layers, in training, over the "
+        "end of the run: the last tenth of the logged iterations. Experts per token and "
+        "I(expert; domain) are measured on the held-out text, with domains weighted equally.",
+        "tokens/s is the median of the logged intervals, without the first tenth, and without "
+        "evaluations and checkpoints. Peak RSS is the most memory of the host that the largest "
+        "process of a run held at once.",
+    ]
+
+
+def total_difference(totals: Iterable[int]) -> float:
+    """(largest - smallest) / smallest."""
+    totals = list(totals)
+    return max(totals) / min(totals) - 1
+
+
+def _size(study: StudyResults) -> str:
+    training = study.reference.contender.config.training
+    tokens = training.train_iters * training.global_batch_size * training.seq_length
+    total = study.reference.parameters.get("total")
+    size = f"{total / 1e6:.2f}M parameters" if total else "models"
+    rate = f" ({tokens / total:.2g} a parameter)" if total else ""
+    return (
+        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}. These results may not hold at "
+        "another size or later in training, and a difference within the spread over seeds proves "
+        "nothing. A seed sets the initial weights and the order of the text. Contenders read the "
+        "text in the same order; the spread includes both effects."
+    )
+
+
+def _parameters(study: StudyResults) -> str:
+    totals = [r.parameters["total"] for r in study.results if not r.is_dense and r.parameters]
+    parts = []
+    if len(totals) > 1:
+        equal, difference = "", total_difference(totals)
+        if difference > MOST_TOTALS_DIFFER:
+            is_wrong = study.design.terms.equal_totals
+            equal = ": NOT an equal comparison" if is_wrong else ", on these terms"
+        parts.append(f"Total parameters differ by at most {difference:.2%}{equal}.")
+    if dense := [result.name for result in study.results if result.is_dense]:
+        parts.append(
+            f"{' and '.join(dense)} has no experts: it is as wide as the experts that a token "
+            "uses, so it is equal in active but not in total parameters."
+        )
+    if decided := [r.name for r in study.results if r.parameters.get(MEASURED) is not None]:
+        parts.append(
+            f"Active parameters of {' and '.join(decided)} are those at the experts per token that "
+            "were measured."
+        )
+    parts.append(
+        "Active parameters are counted in two ways. The second adds the parameters that compute "
+        "for every token, although only some of their experts are chosen."
+    )
+    return " ".join(parts)
+
+
+def _options(study: StudyResults) -> str:
+    told = []
+    for result in study.results:
+        if own := result.contender.alone:
+            words = " ".join(f"`{flag(name)} {value}`" for name, value in own.items())
+            told.append(f"{result.name}: {words}")
+    text = "Every contender has the options of the study's file"
+    if told:
+        return f"{text}; different for {'; '.join(told)}."
+    return f"{text}, including the learning rate: none was tuned for one system."
+
+
+def _machines(study: StudyResults, attempts: Sequence[Mapping[str, Any]]) -> str:
+    """The machines and software of the runs. If there are several, speeds are not comparable."""
+    found: dict[str, int] = {}
+    for attempt in attempts:
+        versions = [f"{name} {version}" for name, version in attempt["software"].items()]
+        text = f"{attempt['machine']}; {', '.join(versions)}"
+        found[text] = found.get(text, 0) + 1
+    jobs = max((attempt.get("jobs", 1) for attempt in attempts), default=1)
+    how = (
+        f"{study.processes} process{'' if study.processes == 1 else 'es'} a run, "
+        f"{counted(study.threads, 'thread')} each, "
+        + ("one run at a time" if jobs == 1 else f"up to {jobs} runs side by side")
+    )
+    if len(found) > 1:
+        told = "; ".join(f"{text} ({count} starts)" for text, count in found.items())
+        return f"More than one machine or version, so speeds cannot be compared: {told}. {how}."
+    return f"{'; '.join([*found, how])}."
+
+
+def _other_work(attempts: Sequence[Mapping[str, Any]]) -> str:
+    others = [attempt["other_cores"] for attempt in attempts]
+    text = f"Load average when the first run began: {attempts[0]['load_average']:.2f}."
+    if max(others) <= IDLE_CORES:
+        return f"{text} Other work took at most {max(others):.2f} cores during a run."
+    text += (
+        f" Other work took {sum(others) / len(others):.2f} cores on average and {max(others):.2f} "
+        "during one run: it lowered the speeds, but did not change the losses."
+    )
+    if any(attempt.get("jobs", 1) > 1 for attempt in attempts):
+        text += " Other runs of the study at the same time count as such work."
+    return text
