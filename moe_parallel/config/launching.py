@@ -1,4 +1,4 @@
-"""The launcher's flags, with torchrun's names, separated from those of the program."""
+"""The launcher's flags, separated from those of the program."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_parallel.config.message import as_typed
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import OneLineParser, dashed
 from moe_parallel.errors import InputError
 
 SHUTDOWN_TIMEOUT = 600  # seconds
+
+#: Flags of torchrun that this launcher of one node does not have.
+_OF_TORCHRUN = (
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr", "--monitor-interval",
+    "--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--numa-binding", "--standalone",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """A command line, divided between the launcher and the program."""
 
-    launcher: tuple[str, ...]  # words for torchrun's parser
-    program: tuple[str, ...]  # every other word
-    nodes: str | None  # of --nnodes, unparsed
-    processes: str | None  # of --nproc-per-node, unparsed
+    flag: str | None  # the first that asks for the launcher; None: there is none
+    program: tuple[str, ...]  # the words that are not the launcher's
+    processes: str  # a number, or auto, cpu or gpu
     max_restarts: int
     shutdown_timeout: int  # seconds
 
 
 def divide(arguments: Sequence[str]) -> LaunchOptions:
-    """The launcher's words and the program's. Raises InputError for a value of a wrong type."""
+    """The launcher's flags and the program's words. Raises InputError for a wrong value."""
+    for word in arguments:
+        if dashed(word).split("=")[0] in _OF_TORCHRUN:
+            raise InputError(
+                f"{word.split('=')[0]} is a flag of torchrun: start several nodes by srun "
+                "(docs/cluster.md), or by torchrun itself, without --nproc-per-node here"
+            )
     found, program = _parser().parse_known_args(arguments)
     given = {name: value for name, value in vars(found).items() if value is not None}
-    restarts = given.get("max_restarts", 0)
-    timeout = given.get("shutdown_timeout", SHUTDOWN_TIMEOUT)
-    for flag, value in (("--max-restarts", restarts), ("--shutdown-timeout", timeout)):
-        if value < 0:
-            raise InputError(f"{flag} is {value}: it must be at least 0")
-    _check("--nproc-per-node", given, r"[1-9]\d*|auto|cpu|gpu", "a number, or auto, cpu or gpu")
-    _check("--nnodes", given, r"[1-9]\d*(:[1-9]\d*)?", "a number, or MIN:MAX")
-    launcher = [
-        word
-        for name, value in given.items()
-        if name != "shutdown_timeout"  # older torchruns do not know it, and our agent has it
-        for word in (_flag(name), *([] if value is True else [str(value)]))
-    ]
-    return LaunchOptions(
-        tuple(launcher),
+    options = LaunchOptions(
+        next(("--" + name.replace("_", "-") for name in given), None),
         tuple(program),
-        given.get("nnodes"),
-        given.get("nproc_per_node"),
-        restarts,
-        timeout,
+        given.get("nproc_per_node", "1"),
+        given.get("max_restarts", 0),
+        given.get("shutdown_timeout", SHUTDOWN_TIMEOUT),
     )
-
-
-def _check(flag: str, given: dict[str, str], pattern: str, meaning: str) -> None:
-    value = given.get(flag.strip("-").replace("-", "_"), "1")
-    if not re.fullmatch(pattern, value):
-        raise InputError(f"{flag} is {as_typed(value)}: it must be {meaning}")
+    if not re.fullmatch(r"[1-9]\d*|auto|cpu|gpu", options.processes):
+        raise InputError(
+            f"--nproc-per-node is {as_typed(options.processes)}: it must be a number, or auto, cpu "
+            "or gpu"
+        )
+    for name in ("max_restarts", "shutdown_timeout"):
+        if getattr(options, name) < 0:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} is {getattr(options, name)}: it must be at least 0")
+    return options
 
 
 def launching_flags() -> set[str]:
@@ -72,52 +74,14 @@ def _parser() -> OneLineParser:
 
 def add_launching_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "launching",
-        "The program can start its own ranks. These flags have torchrun's names and meanings and "
-        "are not YAML keys.",
+        "launching", "The program can start its ranks on one node. These are not YAML keys."
     )
 
     def add(flag: str, metavar: str, text: str, kind: type = str) -> None:
         group.add_argument(flag, metavar=metavar, help=text, type=kind)
 
     add("--nproc-per-node", "N", "number of processes on this node, or auto, cpu or gpu")
-    add("--nnodes", "N|MIN:MAX", "number of nodes (default: 1, or the nodes of the srun step)")
-    add("--node-rank", "N", "rank of this node, for the static rendezvous", int)
-    add("--master-addr", "HOST", "address of node 0, for the static rendezvous")
-    add("--master-port", "N", "port on node 0, for the static rendezvous (default: 29500)", int)
-    add("--rdzv-backend", "TEXT", "rendezvous backend: c10d or static")
-    add("--rdzv-endpoint", "HOST:PORT", "rendezvous endpoint")
-    add("--rdzv-id", "TEXT", "name of the job, the same on every node")
-    add(
-        "--rdzv-conf",
-        "KEY=VALUE,...",
-        "additional rendezvous settings, for example join_timeout=1200",
-    )
-    add("--local-addr", "HOST", "address of this node")
     add("--max-restarts", "N", "maximum number of restarts from the newest checkpoint after a "
         "lost rank or a bug; --load and --save must name one folder (default: 0)", int)  # fmt: skip
     add("--shutdown-timeout", "SECONDS", "time that the ranks have to save after a signal "
         f"before they are killed (default: {SHUTDOWN_TIMEOUT})", int)  # fmt: skip
-    add(
-        "--monitor-interval",
-        "SECONDS",
-        "time between two checks of the ranks (default: 0.1)",
-        float,
-    )
-    add("--log-dir", "FOLDER", "folder for the files of --redirects and --tee")
-    add("--redirects", "0|1|2|3", "output that goes only to files: 1 stdout, 2 stderr, 3 both")
-    add(
-        "--tee",
-        "0|1|2|3",
-        "output that goes to files and to the terminal: 1 stdout, 2 stderr, 3 both",
-    )
-    add("--local-ranks-filter", "N,N", "ranks of this node whose output the terminal shows")
-    add("--numa-binding", "TEXT", "bind processes to the cores near their GPU: node, socket, "
-        "exclusive or core-complex")  # fmt: skip
-    group.add_argument(
-        "--standalone", help="run on one node, with a free port", action="store_true", default=None
-    )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -203,7 +203,7 @@ def test_what_does_not_go_with_either_selection(
         ("aoe-low-rank: 3", "--aoe-low-rank is not a flag"),
         *(
             (f"{key}: 2", f"--{key} belongs to the command line: .* start with --{key} 2$")
-            for key in ("nproc-per-node", "nnodes", "max-restarts", "config", "help")
+            for key in ("nproc-per-node", "max-restarts", "config", "help")
         ),
         ("1: 2", "--1 is not a flag"),
         ("null: 2", "--None is not a flag"),

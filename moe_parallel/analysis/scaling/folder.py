@@ -92,11 +92,6 @@ class CellFolder:
 
     @property
     def last_line(self) -> str:
-        """The last line of the newest output of the cell's jobs."""
-        files = [self.output, *(self.run / "logs").glob("*.out")]
-        for file in sorted(filter(Path.exists, files), key=lambda each: -each.stat().st_mtime):
-            lines = read_end(file).split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            if said:
-                return said[-1]
-        return "no output"
+        """The last line of the output of the cell's jobs."""
+        said = read_end(self.output).split("\n") if self.output.exists() else []
+        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
