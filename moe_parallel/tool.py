@@ -117,7 +117,7 @@ def load_torch() -> None:
 
     It is called after the flags are checked, so that --help and errors are printed at once.
     """
-    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()
 

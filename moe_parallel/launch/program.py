@@ -108,7 +108,7 @@ def _take_role(
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)
-    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()
     return work(options.program, stop)
