@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from moe_parallel.config.command_line import check_flags
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
 

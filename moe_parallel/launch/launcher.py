@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config.launching import LaunchOptions
+from moe_parallel.config.parser import LaunchOptions
 from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_INTERRUPTED, EXIT_KILLED, FINAL
 from moe_parallel.training.failure import FailureChannel, tell
 from moe_parallel.training.job_store import LAUNCHER, STARTED, of_this_start

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
-from moe_parallel.config.launching import LaunchOptions, divide
+from moe_parallel.config.parser import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone

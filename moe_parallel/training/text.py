@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from moe_parallel.config import Config, DataConfig
-from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.config.message import flag
+from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
 from moe_parallel.data.sources import Source, blend_sources, corpus_sources

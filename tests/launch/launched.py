@@ -9,7 +9,7 @@ from unittest import mock
 
 import psutil
 
-from moe_parallel.config.launching import divide
+from moe_parallel.config.parser import divide
 from moe_parallel.launch.launcher import Launcher
 from moe_parallel.training.exit_codes import code_of
 from moe_parallel.training.signals import Stopped, StopRequest

@@ -17,7 +17,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the program does
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config.launching import divide
+from moe_parallel.config.parser import divide
 from moe_parallel.errors import InputError
 from moe_parallel.launch.launcher import Launcher
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of

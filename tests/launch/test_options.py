@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel.config.launching import SHUTDOWN_TIMEOUT, divide
+from moe_parallel.config.parser import SHUTDOWN_TIMEOUT, divide
 from moe_parallel.errors import InputError
 
 
