@@ -57,6 +57,7 @@ SILENT = r"^error: rank 1 on node2 .* (hangs in|is silent for \d+ s, last in) "
 HANGS = r"^error: rank 1 on node2 .* hangs in "
 DAMAGED = r"^warning: .*; the run continues from iter_"
 HANG = {"hang_timeout": 6}
+SHORT_WAIT = {"SRUN_FLAGS": "--wait=10"}  # the scripts have 120 seconds
 LATE = {"hang_timeout": 15}  # after a signal that the test sends while the rank pauses
 
 #: Where a rank that pauses is, in the words of a heartbeat.
@@ -78,7 +79,9 @@ FAULTS = [
     Fault(
         do.kill_the_node, do.start_slurmd, 1, GOES_ON, 180, (STEP,), ONE_MOMENT, FIRST
     ),
-    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120),
+    # Before the ranks have met, only Slurm ends those that wait for a lost one.
+    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, (START,), variables=SHORT_WAIT),
+    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, MOMENTS[1:]),
     Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, (STEP,), ONE_MOMENT, FIRST),
     # The run is complete before SlurmdTimeout. If it still runs then, Slurm ends the job.
     Fault(do.kill_slurmd, do.start_slurmd, None, COMPLETE, 180),
@@ -91,7 +94,7 @@ FAULTS = [
     *(
         Fault(
             do.stop_a_rank, do.nothing, 0, SILENT + where, 120, (moment,), NO_HEARTBEAT,
-            options=LATE, variables={"SRUN_FLAGS": "--wait=10"},
+            options=LATE, variables=SHORT_WAIT,
         )
         for moment, where in WHERE.items()
     ),
