@@ -14,7 +14,6 @@ import torch
 
 from moe_parallel.errors import InputError
 
-DISTRIBUTED_BACKENDS = ("gloo", "nccl")
 _CGROUPS = Path("/sys/fs/cgroup")
 #: M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -69,17 +68,12 @@ def default_backend() -> str:
 
 
 def choose_backend(requested: str | None) -> str:
-    """The value of --distributed-backend, checked; None selects the default of this host.
+    """The value of --distributed-backend; None selects the default of this host.
 
     Raises:
-        InputError: an unknown backend, or nccl on a host without CUDA.
+        InputError: nccl on a host without CUDA.
     """
     backend = requested or default_backend()
-    if backend not in DISTRIBUTED_BACKENDS:
-        raise InputError(
-            f"--distributed-backend {backend} is unknown: choose from "
-            f"{', '.join(DISTRIBUTED_BACKENDS)}"
-        )
     if backend == "nccl" and not torch.cuda.is_available():
         raise InputError(
             "--distributed-backend nccl needs CUDA, which this host does not have: "

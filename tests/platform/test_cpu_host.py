@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import math
 import subprocess
 import sys
 from importlib import metadata
@@ -18,30 +17,6 @@ from moe_parallel.platform.cpu_host import REPLACED, REWRITTEN, adapt, adapt_meg
 from moe_parallel.platform.megatron import installed_version
 from tests.distributed import RankError, run_distributed
 from tests.platform import scenarios
-from tests.platform.layout import Layout
-
-#: Layouts that train exactly like one rank.
-EXACT = {
-    "data parallel": Layout(2),
-    "tensor and sequence parallel": Layout(2, tp=2),
-    "pipeline": Layout(2, pp=2),
-    "virtual pipeline stages": Layout(2, pp=2, vpp=2),
-    "expert parallel": Layout(2, ep=2),
-    "tensor and expert parallel": Layout(4, tp=2, ep=2, etp=1),
-    "pipeline and expert parallel": Layout(4, pp=2, ep=2),
-    "distributed optimizer": Layout(4, tp=2, pp=2, distributed_optimizer=True),
-    "recompute": Layout(recompute=True),
-}
-#: Layouts that round, draw or break ties differently.
-INEXACT = {
-    "pipeline with tied embeddings": Layout(2, pp=2, tied=True),
-    "bf16": Layout(bf16=True),
-    "bf16 with distributed optimizer": Layout(2, bf16=True, distributed_optimizer=True),
-    "recompute with dropout": Layout(2, tp=2, recompute=True, dropout=0.1),
-    "everything": Layout(
-        4, tp=2, pp=2, vpp=2, ep=2, etp=1, distributed_optimizer=True, bf16=True, recompute=True
-    ),
-}
 
 #: For each adaptation, an action that works with it and fails without it: (ranks, action).
 NEEDED_FOR = {
@@ -82,54 +57,8 @@ TARGETS = (*REPLACED, *REWRITTEN)
 NEEDED = [each for each in TARGETS if each != UNDEFINED or installed_version() < "0.17"]
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """A checkpoint of initial weights, and (loss, gradient norm) of one rank's steps from it."""
-    folder = tmp_path_factory.mktemp("weights")
-    run_distributed(1, scenarios.save_weights, folder)
-    (steps,) = run_distributed(1, scenarios.train_in, Layout(), folder)
-    _check_that_it_learns(steps)
-    return folder, steps
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", EXACT)
-def test_trains_like_one_rank(name, one_rank):
-    folder, expected = one_rank
-    for steps in _train_in(EXACT[name], folder):
-        torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=1e-5, atol=0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", INEXACT)
-def test_trains(name):
-    for steps in _train_in(INEXACT[name]):
-        _check_that_it_learns(steps)
-
-
-def _train_in(layout, *folder):
-    """The results on the ranks of the last pipeline stage."""
-    of_ranks = run_distributed(layout.world, scenarios.train_in, layout, *folder)
-    of_last_stages = [steps for steps in of_ranks if steps]
-    assert len(of_last_stages) == layout.world // layout.pp
-    return of_last_stages
-
-
-def _check_that_it_learns(steps):
-    losses = [loss for loss, _ in steps]
-    assert all(map(math.isfinite, losses))
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.85 * losses[0]
-
-
 def test_evaluates_without_changing_the_model():
     run_distributed(1, scenarios.evaluate)
-
-
-@pytest.mark.full
-def test_saves_and_loads_under_another_layout(tmp_path):
-    run_distributed(2, scenarios.save, Layout(2, tp=2), tmp_path)
-    run_distributed(2, scenarios.load, Layout(2, pp=2), tmp_path)
 
 
 @pytest.mark.full

@@ -59,11 +59,6 @@ def test_nccl_without_cuda_is_refused(no_cuda):
         choose_backend("nccl")
 
 
-def test_an_unknown_backend_is_refused(cuda):
-    with pytest.raises(InputError, match="--distributed-backend mpi .*gloo, nccl"):
-        choose_backend("mpi")
-
-
 V1 = "9:name=systemd:/\n4:memory:/jobs/one\n0::/\n"
 
 
