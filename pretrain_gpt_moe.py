@@ -17,6 +17,6 @@ from moe_parallel.launch.program import main
 if __name__ == "__main__":
     main(__file__, sys.argv[1:])
 else:  # in a process that distributed checkpointing starts, which imports Megatron-Core next
-    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from moe_parallel.config.command_line import check_flags
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
 
@@ -117,7 +117,7 @@ def load_torch() -> None:
 
     It is called after the flags are checked, so that --help and errors are printed at once.
     """
-    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()
 

@@ -7,7 +7,7 @@ import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401  torch's optimizers import it when they are made
 
-from moe_parallel.platform.import_megatron import import_megatron
+from moe_parallel.platform.megatron import import_megatron
 
 import_megatron()
 

@@ -63,7 +63,8 @@ JOURNEYS = [
         [
             "python tools/preprocess_data.py --input my_texts --output-prefix data/my "
             "--vocab-size 300 --append-eod",
-            "python tools/inspect_data.py data/my_text_document --tokenizer-model data/my_tokenizer",
+            "python tools/inspect_data.py data/my_text_document "
+            "--tokenizer-model data/my_tokenizer",
         ],
         ["data/my_text_document.bin", "data/my_text_document.idx", "data/my_tokenizer"],
     ),

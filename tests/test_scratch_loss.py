@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.telemetry.scalars import scalars
+from moe_parallel.telemetry.sinks import scalars
 from tests.distributed import run_distributed
 from tests.training.tiny_run import Layout, TinyRun
 

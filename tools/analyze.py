@@ -52,7 +52,7 @@ def _tool() -> Tool:
 
 
 def main(arguments: list[str]) -> int:
-    from moe_parallel.launch.ranks import run_tool_on_ranks
+    from moe_parallel.launch.program import run_tool_on_ranks
 
     return run_tool_on_ranks(_tool(), __file__, arguments, lambda own, _: _check(own), _work)
 

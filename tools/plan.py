@@ -33,7 +33,7 @@ from moe_parallel.plan.cluster import (
     measured_node,
     parse_cluster,
 )
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.tool import Tool, check_positive
 
 GIB = 2**30

@@ -6,14 +6,17 @@
 #   0    complete                                  ends
 #   75   stopped by a signal or a time limit,      is requeued; after SIGTERM, which scancel and
 #        saved                                     preemption send, Slurm decides
-#   76, 128 + N   a rank hung or was killed        is requeued
+#   76, 128 + N   a rank hung or was killed        runs the command again, MAX_RESTARTS (0) times; then
+#                                                  is requeued
 #   else an error that would come again            ends with this code
 #
+# srun itself ends with 1 if it runs again and a node is gone: the job is requeued.
 # A start that leaves no newer checkpoint is requeued once. If the next start leaves none either, the job
 # ends with the code of the command: it would fail forever. MAX_REQUEUES (100) limits the number of starts.
 run_and_requeue() {
-    local folder=$1 signal="" early="" command="" before code
+    local folder=$1 signal="" early="" command="" restart before code
     shift
+    export MOE_PARALLEL_STARTED=${MOE_PARALLEL_STARTED:-$(date +%s)}  # --exit-duration-in-mins counts from here
     # srun passes these signals on to its tasks. One that comes before the command is there waits for it.
     pass_on() {
         signal=$1
@@ -22,14 +25,20 @@ run_and_requeue() {
     trap 'pass_on USR1' USR1
     trap 'pass_on TERM' TERM
     before=$(newest_checkpoint "$folder")
-    "$@" &
-    command=$!
-    # A shell loses a signal between the start of a process and that of its program.
-    [ -z "$early" ] || { sleep 1; kill "-$early" "$command" 2>/dev/null; }
-    # A signal ends `wait` early. The last `wait` is for a command that has ended since then.
-    while wait "$command"; code=$?; [ "$code" -gt 128 ] && kill -0 "$command" 2>/dev/null; do :; done
-    wait "$command"
-    code=$?
+    for ((restart = 0; ; restart++)); do
+        TORCHELASTIC_RESTART_COUNT=$restart "$@" &
+        command=$!
+        # A shell loses a signal between the start of a process and that of its program.
+        [ -z "$early" ] || { sleep 1; kill "-$early" "$command" 2>/dev/null; }
+        # A signal ends `wait` early. The last `wait` is for a command that has ended since then.
+        while wait "$command"; code=$?; [ "$code" -gt 128 ] && kill -0 "$command" 2>/dev/null; do :; done
+        wait "$command"
+        code=$?
+        command=""
+        [ "$code" -eq 76 ] || [ "$code" -gt 128 ] || break
+        [ -z "$signal" ] && [ "$restart" -lt "${MAX_RESTARTS:-0}" ] || break
+        echo "starting again: restart $((restart + 1)) of $MAX_RESTARTS"
+    done
 
     # The number of one task of an array may be that of the whole array.
     local job=$SLURM_JOB_ID
@@ -42,7 +51,7 @@ run_and_requeue() {
         exit 0
     elif [ "$code" -eq 75 ]; then
         [ "$signal" != TERM ] || exit "$code"
-    elif [ "$code" -ne 76 ] && [ "$code" -le 128 ]; then
+    elif [ "$code" -ne 76 ] && [ "$code" -le 128 ] && ! { [ "$code" -eq 1 ] && [ "$restart" -gt 0 ]; }; then
         exit "$code"
     fi
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-100}" ]; then

@@ -198,12 +198,9 @@ class CellFolder:
 
     @property
     def last_line(self) -> str:
-        """The last line of the newest output of the cell's jobs."""
-        files = [self.output, *(self.run / "logs").glob("*.out")]
-        for file in sorted(filter(Path.exists, files), key=lambda each: -each.stat().st_mtime):
-            if said := read_end(file).strip():
-                return said.split("\n")[-1].strip()
-        return "no output"
+        """The last line of the output of the cell's jobs."""
+        said = read_end(self.output).split("\n") if self.output.exists() else []
+        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
 
 
 @dataclass(frozen=True)

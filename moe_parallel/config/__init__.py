@@ -1,20 +1,17 @@
 """The configuration: frozen dataclasses, from which YAML keys, flags and help are generated."""
 
-from moe_parallel.config.checkpoint import CheckpointConfig
 from moe_parallel.config.command_line import (
     CommandLine,
     parse_command_line,
     read_command_line,
+    read_yaml,
 )
-from moe_parallel.config.config import Config, make_config
-from moe_parallel.config.data import DataConfig
+from moe_parallel.config.config import Config, make_config, validate, validate_layer
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.layer_pattern import moe_layer_pattern
-from moe_parallel.config.logging import LoggingConfig
-from moe_parallel.config.model import ModelConfig
+from moe_parallel.config.model import ModelConfig, moe_layer_pattern
 from moe_parallel.config.moe import MoEConfig
-from moe_parallel.config.optimizer import OptimizerConfig
 from moe_parallel.config.parallel import ParallelConfig
+from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.config.selection import (
     AutonomousSelection,
     Balancing,
@@ -33,9 +30,7 @@ from moe_parallel.config.selection import (
     selection_of,
     selections,
 )
-from moe_parallel.config.training import TrainingConfig
-from moe_parallel.config.validate import validate, validate_layer
-from moe_parallel.config.yaml_file import read_yaml
+from moe_parallel.config.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
     "AutonomousSelection",

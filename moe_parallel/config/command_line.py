@@ -1,9 +1,11 @@
-"""The command line, generated from the configuration's dataclasses."""
+"""The command line and the file of --config, from which a configuration is made."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,21 +13,165 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from moe_parallel.config.config import (
+    EXPERT_SELECTION,
     Config,
     common_sections,
     expert_selection,
     make_config,
     selection_options,
 )
-from moe_parallel.config.launching import add_launching_flags
-from moe_parallel.config.message import as_typed, did_you_mean
-from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
-from moe_parallel.config.option import Option, options
-from moe_parallel.config.replaced import without_replaced
+from moe_parallel.config.message import as_typed, did_you_mean, flag, shown
+from moe_parallel.config.moe import MoEConfig
+from moe_parallel.config.option import Option, number, options
+from moe_parallel.config.parser import (
+    OneLineParser,
+    add_launching_flags,
+    dashed,
+    help_of_terminal_width,
+)
 from moe_parallel.config.selection import selection_of, selections
-from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
+from moe_parallel.reading import read_small
+
+_BYTES_MAX, _LEVELS_MAX = 1 << 20, 50  # far above any configuration
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader with the numbers of the command line.
+
+    In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here, anything but a decimal number is text.
+    PyYAML's loader in C is faster, but a file that is nested too deeply ends the process there.
+    An alias (`*name`) may stand for one value. Of lists and maps that hold each other, a few lines
+    are endless.
+    """
+
+    _level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        self._level += 1
+        if self._level > _LEVELS_MAX:
+            raise ValueError("it is nested too deeply")
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise ValueError("an alias stands for a list or a map: write it out")
+        return node
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float | str:
+    text = str(node.value)
+    value = number(text)
+    if value is None:
+        return _SPECIAL.get(text.lower(), text)
+    return value
+
+
+_SPECIAL: dict[str, int | float | str] = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
+
+
+def read_yaml(path: Path, flag: str = "--config ") -> dict[str, Any]:
+    """The raw values of a YAML file, by option name. Keys are flags without the leading dashes.
+
+    `flag`: begins a message.
+
+    Raises InputError if the file cannot be read, has anything but `key: value` lines, or has a key
+    twice.
+    """
+    name = str(path)
+    file = f"{flag}{name if name.isprintable() else shown(name)}"  # the full name, to find it
+    text = _read_text(path, file)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
+    except (AttributeError, LookupError, TypeError):  # PyYAML, for a wrong tag
+        raise InputError(f"{file} is not valid YAML: a value does not fit its !!tag") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{file} must hold lines of the form `key: value`")
+    names = Counter(str(key.value).replace("_", "-") for key, _ in node.value)
+    for name, times in names.items():
+        if times > 1:
+            raise InputError(f"{file} gives {as_typed(name)} twice: keep one of the lines")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _read_text(path: Path, file: str) -> str:
+    try:
+        return read_small(path, _BYTES_MAX).decode("utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{file} does not exist: name a YAML file") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:
+        raise InputError(f"{file} is {error}: name a YAML file") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+_LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+
+
+def foreign_options(system: str) -> set[str]:
+    """The options of other systems that `system` does not have."""
+    by_system = selection_options()
+    everywhere = {name for its_options in by_system.values() for name in its_options}
+    return everywhere - by_system[system].keys()
+
+
+def expert_options() -> set[str]:
+    """The options that a dense model does not have."""
+    of_systems = {name for its_options in selection_options().values() for name in its_options}
+    of_experts = {each.name for each in options(MoEConfig)} - {"moe_backend"}
+    return {EXPERT_SELECTION} | of_systems | of_experts | _LAYOUT_OF_EXPERTS
+
+
+def without_replaced(
+    file: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    """The options of a file that are compatible with those of the command line.
+
+    Left out are the options of the file's system that the system on the command line does not have.
+    With `--num-experts none`, all options for experts are left out. An option that does not belong
+    to the file's own system stays, and is refused later.
+
+    Args:
+        file: raw values by option name.
+        given: those of the command line.
+
+    Returns (options, one line that lists the options left out, or None).
+    """
+    which = expert_selection()
+    old = str(file.get(which.name, which.default))
+    new = str(given.get(which.name, old))
+    replaced, by = expert_options() - {"num_experts"}, "--num-experts none"
+    if given.get("num_experts") != "none":
+        try:
+            its, others = ({o.name for o in options(selection_of(name))} for name in (old, new))
+        except InputError:
+            return dict(file), None  # refused later
+        replaced, by = its - others, f"{which.flag} {new}"
+    gone = {name: value for name, value in file.items() if name in replaced}
+    if not gone:
+        return dict(file), None
+    listed = ", ".join(as_typed(f"{flag(name)} {value}") for name, value in gone.items())
+    return {n: v for n, v in file.items() if n not in gone}, f"{by} leaves out {listed}"
+
 
 _METAVAR_END = 78  # argparse does not break such a word
 

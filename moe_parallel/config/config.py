@@ -1,4 +1,4 @@
-"""The whole configuration of a run, read from YAML and flags and written back as YAML."""
+"""The whole configuration of a run, read from YAML and flags, checked, and written back as YAML."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from typing import Any
 
 import yaml
 
-from moe_parallel.config.checkpoint import CheckpointConfig
-from moe_parallel.config.data import DataConfig
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.launching import launching_flags
-from moe_parallel.config.layer_pattern import moe_layer_pattern
-from moe_parallel.config.logging import LoggingConfig
 from moe_parallel.config.message import as_typed, did_you_mean, flag, shown
-from moe_parallel.config.model import ModelConfig
+from moe_parallel.config.model import ModelConfig, moe_layer_pattern
 from moe_parallel.config.moe import MoEConfig
-from moe_parallel.config.optimizer import OptimizerConfig
-from moe_parallel.config.option import Option, build, options
+from moe_parallel.config.option import Option, Section, build, options
 from moe_parallel.config.parallel import ParallelConfig
-from moe_parallel.config.section import Section
+from moe_parallel.config.parser import launching_flags
+from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.config.selection import Selection, recorded_name, selection_of, selections
 from moe_parallel.config.selection.selection import TimeConstant
-from moe_parallel.config.training import TrainingConfig
+from moe_parallel.config.training import OptimizerConfig, TrainingConfig
 from moe_parallel.errors import InputError
 
 EXPERT_SELECTION = "expert_selection"
@@ -264,3 +259,37 @@ def _unknown(
     listed = "pretrain_gpt_moe.py --help all lists all flags"
     hint = did_you_mean(flag(name), texts) or listed
     return InputError(f"{as_typed(flag(name))} is not a flag or YAML key of this program: {hint}")
+
+
+#: The order matters: a later section may rely on the checks of an earlier one.
+_ORDER = ("fp8", "parallel", "training", "optimizer", "checkpoint", "data", "logging")
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Raise InputError for the first rule that `config` on `world_size` ranks breaks."""
+    _check_bounds(config)
+    config.model.check(config, world_size)
+    _check_experts(config, world_size)
+    for section in _ORDER:
+        getattr(config, section).check(config, world_size)
+
+
+def validate_layer(config: Config) -> None:
+    """Raise InputError for the first rule that `config` breaks for one layer of experts.
+
+    Only single values and the rules on experts are checked, not those on the rest of the model.
+    """
+    _check_bounds(config)
+    _check_experts(config, 1)
+
+
+def _check_bounds(config: Config) -> None:
+    for _, section in config.sections():
+        for option in options(type(section)):
+            option.check(getattr(section, option.name))
+
+
+def _check_experts(config: Config, world_size: int) -> None:
+    config.moe.check(config, world_size)
+    if config.moe.num_experts is not None:
+        config.selection.check(config, world_size)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_parallel.config.bounds import Bounds
 from moe_parallel.config.message import shown
-from moe_parallel.config.option import number
+from moe_parallel.config.option import Bounds, number
 from moe_parallel.errors import InputError
 
 FLAG = "--moe-router-force-routing"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag
-from moe_parallel.config.option import option
-from moe_parallel.config.recompute import EXPERTS
-from moe_parallel.config.section import Section
+from moe_parallel.config.option import Section, option
+from moe_parallel.config.training import EXPERTS
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

@@ -14,11 +14,64 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from moe_parallel.config.bounds import Bounds
 from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class Section:
+    """A frozen dataclass of options, with the rules between them and the other sections."""
+
+    def check(self, config: Config, world_size: int) -> None:
+        """Raise InputError for the first rule that this section of `config` breaks.
+
+        Each value has already been checked against its bounds (`Option.check`). A subclass first
+        calls this method of its parent.
+        """
+
+
+# Far above any useful value. A mistyped number must not fill the memory or overflow fp32.
+_INTEGER_AT_MOST = 2**31 - 1
+_FLOAT_AT_MOST = 1_000_000
+_FLOAT_ABOVE_0_AT_LEAST = 1e-30
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of a number. None: no specific bound on that side."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def check(self, flag: str, value: Any) -> None:
+        """Raise InputError, with `flag` in its message, if the number is out of bounds."""
+        if type(value) not in (int, float):
+            return
+        if self.least is not None and not value >= self.least:
+            raise InputError(f"{flag} is {value}: it must be at least {self.least}")
+        if self.above is not None and not value > self.above:
+            raise InputError(f"{flag} is {value}: it must be above {self.above}")
+        if self.below is not None and not value < self.below:
+            raise InputError(f"{flag} is {shown(value)}: it must be below {self.below}")
+        most = self.most
+        if most is None:
+            most = _INTEGER_AT_MOST if type(value) is int else _FLOAT_AT_MOST
+        if value > most:
+            raise InputError(f"{flag} is {shown(value)}: it must be at most {most}")
+        if 0 < value < _FLOAT_ABOVE_0_AT_LEAST:
+            raise InputError(
+                f"{flag} is {value}, too small for fp32: it must be at least "
+                f"{_FLOAT_ABOVE_0_AT_LEAST}, or 0 where that means off"
+            )
+
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _TEXT_MAX = 4096  # the longest path in Linux

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import divides
-from moe_parallel.config.option import option
-from moe_parallel.config.section import Section
+from moe_parallel.config.option import Section, option
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

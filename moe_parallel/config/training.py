@@ -1,14 +1,13 @@
-"""Batches, length, precision."""
+"""Batches, length, precision; what is recomputed or recorded as a CUDA graph; the optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moe_parallel.config.cuda_graph import check_cuda_graph
-from moe_parallel.config.option import option
-from moe_parallel.config.recompute import check_recompute, recomputed_modules
-from moe_parallel.config.section import Section
+from moe_parallel.config.message import flag, shown
+from moe_parallel.config.option import Section, option
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -177,3 +176,213 @@ def _check_batch(training: TrainingConfig, config: Config, world_size: int) -> N
             f"micro-batches, but virtual pipeline stages need a multiple of "
             f"--pipeline-model-parallel-size {pp}"
         )
+
+
+CORE_ATTENTION, NORM, DENSE, EXPERTS, SHARED = (
+    "core_attn", "layernorm", "mlp", "moe", "shared_experts",
+)  # fmt: skip
+MODULES = (CORE_ATTENTION, NORM, DENSE, EXPERTS, SHARED)
+
+#: Modules of Megatron-Core that these layers do not have, and why.
+_NOT_HERE = {
+    "moe_act": "the experts never keep their activation, so there is nothing to recompute",
+    "mla_up_proj": "this model has no latent attention",
+}
+
+
+def recomputed_modules(granularity: str | None, modules: tuple[str, ...] | None) -> frozenset[str]:
+    """The modules that are computed again one by one; none with another granularity."""
+    if granularity != "selective":
+        return frozenset()
+    return frozenset((CORE_ATTENTION,) if modules is None else modules)
+
+
+def check_recompute(config: Config) -> None:
+    """Raise InputError for a module that the model does not have or that is recomputed anyway."""
+    granularity, modules = config.training.recompute_granularity, config.training.recompute_modules
+    if modules is None:
+        return
+    told = f"--recompute-modules {' '.join(modules)}"
+    if granularity != "selective":
+        raise InputError(
+            f"{told} is for --recompute-granularity selective, which is {granularity or 'none'}: "
+            "set it to selective or leave the modules out"
+        )
+    for module in modules:
+        if module in _NOT_HERE:
+            raise InputError(f"--recompute-modules {module}: {_NOT_HERE[module]}; leave it out")
+        if module not in MODULES:
+            raise InputError(
+                f"--recompute-modules {shown(module)} is unknown: choose from {', '.join(MODULES)}"
+            )
+    layers = config.moe_layers
+    if DENSE in modules and all(layers):
+        raise InputError(
+            f"--recompute-modules {DENSE} is for dense layers, and all have experts; leave it out"
+        )
+    if EXPERTS in modules and not any(layers):
+        raise InputError(
+            f"--recompute-modules {EXPERTS} is for experts, and the model is dense; leave it out"
+        )
+    if SHARED in modules:
+        _check_shared(config, modules)
+
+
+def _check_shared(config: Config, modules: tuple[str, ...]) -> None:
+    asked = f"--recompute-modules {SHARED}"
+    if config.selection.shared_expert is None or not any(config.moe_layers):
+        raise InputError(
+            f"{asked}: there is no shared expert; set --moe-shared-expert-intermediate-size or "
+            "leave it out"
+        )
+    if config.selection.moe_shared_expert_overlap:  # type: ignore[attr-defined]
+        raise InputError(
+            f"{asked} cannot run during the dispatch as --moe-shared-expert-overlap does; leave "
+            "one of them out"
+        )
+    if EXPERTS in modules:
+        raise InputError(f"{asked}: {EXPERTS} recomputes shared experts, too; leave one out")
+
+
+_MODEL_PARALLEL = (
+    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+
+#: Options of systems with which the host takes part in each step.
+_OF_THE_HOST = {
+    "moe_router_trace": "the choices of each step are written to a file",
+    "moe_router_replay": "the choices of each step are read from a file",
+    "moe_erc_loss_coeff": "a generator of random numbers is seeded in each step",
+    "moe_input_jitter_eps": "the state of random numbers is set in each step",
+}
+
+
+def check_cuda_graph(config: Config) -> None:
+    """Raise InputError for an option with which a step cannot be recorded as a CUDA graph."""
+    training = config.training
+    if training.cuda_graph_impl is None:
+        if training.cuda_graph_warmup_steps != type(training).cuda_graph_warmup_steps:
+            raise InputError(
+                f"{_told(training, 'cuda_graph_warmup_steps')}, but no step is recorded: set "
+                "--cuda-graph-impl, or leave it out"
+            )
+        return
+    if training.skip_train:  # which records nothing
+        return
+    for set_to, reason in _obstacles(config):
+        raise InputError(
+            f"--cuda-graph-impl {training.cuda_graph_impl} is not for {set_to}: {reason}; "
+            "leave one of them out"
+        )
+
+
+def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
+    """The options in the way, as flags with their values, and why."""
+    training, selection = config.training, config.selection
+    for name in _MODEL_PARALLEL:
+        if (getattr(config.parallel, name) or 1) > 1:
+            yield _told(config.parallel, name), "each GPU must hold a complete model"
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(config.parallel, name):
+            yield _told(config.parallel, name), "the host starts these exchanges in each step"
+    if training.recompute_granularity is not None:
+        yield (
+            _told(training, "recompute_granularity"),
+            "Megatron-Core reads the state of random numbers in each step",
+        )
+    if training.attention_backend in ("local", "transformer_engine"):
+        yield (
+            _told(training, "attention_backend"),
+            "it takes numbers from the host, or sets the state of random numbers, in each step",
+        )
+    if training.reset_attention_mask:
+        yield _told(training, "reset_attention_mask"), "the host reads where documents begin"
+    if config.fp8.fp8_format is not None:
+        yield (
+            _told(config.fp8, "fp8_format"),
+            "Transformer Engine takes the numbers of rows from the host",
+        )
+    if any(config.moe_layers):
+        yield from _obstacles_of_experts(config, selection)
+
+
+def _obstacles_of_experts(config: Config, selection: Any) -> Iterator[tuple[str, str]]:
+    varies = "the number of rows of the experts varies, and the host reads it"
+    if selection.choices_per_token is None:
+        yield f"--expert-selection {selection.system}", varies
+    if selection.free_experts:
+        yield "free experts", varies
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity:
+        yield (
+            f"{_told(moe, 'moe_expert_capacity_factor')} without "
+            "--moe-pad-expert-input-to-capacity",
+            varies,
+        )
+    if moe.moe_backend == "reference" and not selection.merges:
+        yield _told(moe, "moe_backend"), "the host reads the number of rows of each expert"
+    for name, reason in _OF_THE_HOST.items():
+        if getattr(selection, name, None):
+            yield _told(selection, name), reason
+    if selection.forced_routing is not None:
+        yield "forced routing", "the host chooses the experts"
+
+
+def _told(section: Any, name: str) -> str:
+    value = getattr(section, name)
+    return f"{flag(name)} {value if isinstance(value, str) else shown(value)}"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """AdamW and Megatron-Core's learning-rate schedule."""
+
+    lr: float = option(3e-4, "peak learning rate", least=0, most=1_000)
+    min_lr: float = option(3e-5, "learning rate at the end of the decay", least=0)
+    lr_warmup_iters: int = option(10, "number of iterations of linear warm-up from 0", least=0)
+    lr_decay_iters: int | None = option(
+        None, "iteration at which --min-lr is reached; none: --train-iters", least=1
+    )
+    lr_decay_style: str = option(
+        "cosine",
+        "shape of the decay (WSD: warm-up, stable, decay)",
+        choices=("cosine", "linear", "constant", "WSD"),
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None,
+        "WSD: number of iterations of the final decay; none: a tenth of the decay iterations",
+        least=1,
+    )
+    weight_decay: float = option(
+        0.1,
+        "decoupled weight decay. As in Megatron-LM, weights of one axis are exempt: norms, the "
+        "biases of attention, the b of routing_free and the scores of AoE's free experts. All "
+        "others decay, also embedding, output layer, router and W_down",
+        least=0,
+    )
+    adam_beta1: float = option(0.9, "decay rate of Adam's first moment", least=0, below=1)
+    adam_beta2: float = option(0.95, "decay rate of Adam's second moment", least=0, below=1)
+    adam_eps: float = option(1e-8, "Adam's epsilon", above=0)
+    clip_grad: float = option(
+        1.0, "maximum global gradient norm; 0: no clipping", least=0, most=1e30
+    )
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if self.min_lr > self.lr:
+            raise InputError(
+                f"--min-lr is {self.min_lr}, above --lr {self.lr}: choose at most --lr"
+            )
+        decay_iters = self.lr_decay_iters or config.training.train_iters
+        if self.lr_warmup_iters >= decay_iters:
+            raise InputError(
+                f"--lr-warmup-iters is {self.lr_warmup_iters}: it must be below the "
+                f"{decay_iters} iterations of the decay (--lr-decay-iters or --train-iters)"
+            )
+        wsd = self.lr_wsd_decay_iters
+        if wsd is not None and wsd > decay_iters - self.lr_warmup_iters:
+            raise InputError(
+                f"--lr-wsd-decay-iters is {wsd}: it must be at most the "
+                f"{decay_iters - self.lr_warmup_iters} iterations that follow the warm-up"
+            )

@@ -1,4 +1,4 @@
-"""The roles of a process of pretrain_gpt_moe.py: the launcher, one of many ranks, or the whole job.
+"""The roles of a process: the launcher, one of many ranks, or the whole job.
 
 Whatever can be reported without torch (help, wrong flags, wrong values) is reported at once.
 """
@@ -7,26 +7,71 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
-from moe_parallel.config.launching import LaunchOptions, divide
+from moe_parallel.config.parser import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone
 from moe_parallel.training.signals import Stopped, StopRequest
 from moe_parallel.training.starts import keep_command
 
+if TYPE_CHECKING:
+    from moe_parallel.tool import Tool
+
+Check = Callable[[LaunchOptions], object]
+Work = Callable[[Sequence[str], StopRequest], int]
+
 
 def main(script: str, arguments: Sequence[str]) -> None:
-    """Run the program, and end the process with its exit code; see `training.exit_codes`."""
+    """Pretrain, and end the process with the exit code; see `training.exit_codes`."""
+    if {"--help", "-h"} & set(arguments):
+        _run(lambda stop: _help(arguments))
+    keep_command(script, arguments)
+    _run(lambda stop: _take_role(script, arguments, _check, _pretrain, stop))
+
+
+def run_tool_on_ranks(
+    tool: Tool,
+    script: str,
+    arguments: list[str],
+    check: Callable[[Namespace, list[str]], object],
+    work: Callable[[Sequence[str]], int],
+) -> int:
+    """Run `work(arguments)` on every rank, and end the process with the exit code of the job.
+
+    Args:
+        script: the program's file.
+        arguments: of the program; those of the launcher are taken out.
+        check: called before torch is imported, with the tool's flags and those of the training
+            program; raises InputError.
+        work: called on each rank when torch.distributed is initialized; returns the exit code.
+
+    Returns only after --help, with the exit code.
+    """
+    if {"-h", "--help"} & set(arguments):
+        return tool.run(arguments, lambda own: None)
+
+    def check_words(options: LaunchOptions) -> None:
+        check(*tool.divide(options.program))
+
+    def on_ranks(words: Sequence[str], stop: StopRequest) -> int:
+        _work_with_groups(lambda: work(words), stop)
+
+    _run(lambda stop: _take_role(script, arguments, check_words, on_ranks, stop))
+    return 0
+
+
+def _run(role: Callable[[StopRequest], int]) -> None:
+    """End the process with the exit code of a role; an error of the user is one line."""
     stop = StopRequest()
     try:
         with stop.listening():
-            code = _run(script, arguments, stop)
+            code = role(stop)
     except InputError as error:
         code = EXIT_BAD_INPUT
         _tell(f"error: {error}")
@@ -41,81 +86,102 @@ def main(script: str, arguments: Sequence[str]) -> None:
     sys.exit(code)
 
 
-def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
-    if {"--help", "-h"} & set(arguments):
-        return _help(arguments)
-    keep_command(script, arguments)
+def _take_role(
+    script: str, arguments: Sequence[str], check: Check, work: Work, stop: StopRequest
+) -> int:
     options = divide(arguments)
-    if options.launcher:
-        _launch(options, script, stop)
+    if options.flag is not None:
+        _check_alone(options.flag)
+    check(options)
+    # No C++ stack traces when a store or a rank is gone: our own message has the line needed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if options.flag is not None:
+        from moe_parallel.launch.launcher import Launcher
+        from moe_parallel.training.failure import leave
+
+        leave(Launcher(options, script).run())
     if slurm.is_task(os.environ) and "RANK" not in os.environ:
         os.environ.update(slurm.rank_variables(os.environ))
         _warn_without_srun()
-    elif "RANK" not in os.environ:
-        _check(_config(options.program), 1)
-    return _be_rank(options.program, stop)
-
-
-def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
-    _silence_torch()
     from moe_parallel.training.failure import leave_with_launcher
     from moe_parallel.training.job_store import LAUNCHER
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)
-    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()
+    return work(options.program, stop)
+
+
+def _check_alone(flag: str) -> None:
+    """Raise InputError for a launcher among processes that torchrun or srun has started."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError(
+            f"{flag} is for a start without torchrun, which has started this process: give it to "
+            "torchrun alone"
+        )
+    if slurm.is_task(os.environ) and "SLURM_STEP_ID" in os.environ:
+        raise InputError(
+            f"{flag} is for a start on one node, and srun has started "
+            f"{slurm.tasks(os.environ)} tasks: leave it out, and let srun start every rank "
+            "(--ntasks-per-node)"
+        )
+
+
+def _pretrain(arguments: Sequence[str], stop: StopRequest) -> int:
     from moe_parallel.training.pretrain import main as pretrain
 
     return pretrain(arguments, stop)
 
 
-def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> NoReturn:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise InputError(
-            f"{options.launcher[0]} is for a start without torchrun, which has started this "
-            "process: give it to torchrun alone"
-        )
-    config = _config(options.program)
-    if slurm.is_task(os.environ) and options.nodes is None:
-        # srun has started one launcher on each node.
-        options = replace(options, launcher=(*slurm.launcher_words(os.environ), *options.launcher))
-    elif options.nodes in (None, "1") and (options.processes or "1").isdecimal():
-        _check(config, int(options.processes or "1"))
-    if options.max_restarts:
-        _check_restarts(options, config)
-    _silence_torch()
-    from moe_parallel.launch.job import run_job
-    from moe_parallel.training.failure import leave
+def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
+    """Initialize torch.distributed and call `work`; ends the process with its exit code."""
+    from moe_parallel.collective_errors import StorageError
+    from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+    from moe_parallel.platform.device import default_backend, take_gpu
+    from moe_parallel.training.failure import FailureChannel, run
+    from moe_parallel.training.job_store import MEETING, connect_ranks, join_store
 
-    leave(run_job(options, script, stop))
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store = join_store(rank, world_size)
+
+    def body(channel: FailureChannel) -> int:
+        if default_backend() == "nccl":
+            take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
+        else:
+            adapt_megatron_to_cpu()
+        channel.watch()
+        connect_ranks(default_backend(), store, rank, world_size, MEETING)
+        try:
+            return work()
+        except StorageError as error:
+            raise InputError(str(error)) from error
+
+    run(body, FailureChannel(store), stop)
 
 
-def _silence_torch() -> None:
-    """No C++ stack traces when a store or a rank is gone: our own message has the line needed."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _config(arguments: Sequence[str]) -> Config | None:
-    """The configuration of a command line; None if it is in the checkpoint of --load."""
-    line = read_command_line(arguments)
+def _check(options: LaunchOptions) -> None:
+    """Check a configuration before ranks are started. The ranks check it themselves."""
+    launches = options.flag is not None
+    if not launches and ("RANK" in os.environ or slurm.is_task(os.environ)):
+        return
+    line = read_command_line(options.program)
     if line.file is not None and line.file.is_fifo():
         raise InputError(f"--config {line.file} is a pipe, and each rank reads it: name a file")
-    if line.file is None and "load" in line.given:
-        return None
-    return parse_command_line(arguments)
+    config = None  # that of a checkpoint is read by the ranks
+    if line.file is not None or "load" not in line.given:
+        config = parse_command_line(options.program)
+        if options.processes.isdecimal():
+            validate(config, int(options.processes))
+    if options.max_restarts:
+        _check_restarts(options, config, line.given)
 
 
-def _check(config: Config | None, world_size: int) -> None:
-    """Check the configuration before the ranks are started; the ranks check it again."""
-    if config is not None:
-        validate(config, world_size)
-
-
-def _check_restarts(options: LaunchOptions, config: Config | None) -> None:
+def _check_restarts(
+    options: LaunchOptions, config: Config | None, given: Mapping[str, Any]
+) -> None:
     if config is None:
-        given = read_command_line(options.program).given
         load, save = given["load"], given.get("save", given["load"])
     else:
         load, save = config.checkpoint.load, config.checkpoint.save

@@ -47,15 +47,3 @@ def port(environment: Mapping[str, str]) -> int:
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
     )
     return _PORTS[(17 * job + step) % len(_PORTS)]
-
-
-def launcher_words(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """torchrun's flags if srun has started one launcher on each node."""
-    step = f"{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}"
-    words = {
-        "--nnodes": str(tasks(environment)),
-        "--rdzv-backend": "c10d",
-        "--rdzv-endpoint": f"{first_host(environment)}:{port(environment)}",
-        "--rdzv-id": step,
-    }
-    return tuple(word for pair in words.items() for word in pair)

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config, ModelConfig
-from moe_parallel.config.recompute import DENSE, EXPERTS, SHARED
+from moe_parallel.config.training import DENSE, EXPERTS, SHARED
 from moe_parallel.experts.dense import DenseMLP, linear_by
 from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.layers import LayerContext

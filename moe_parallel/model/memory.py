@@ -15,8 +15,7 @@ from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.model.parameters import sizes_of_parts
 from moe_parallel.parallel import Groups
-from moe_parallel.platform.device import device
-from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
+from moe_parallel.platform.device import device, free_host_memory, free_memory, memory_owner
 
 
 @dataclass(frozen=True)

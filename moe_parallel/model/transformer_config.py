@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import Config
-from moe_parallel.config.recompute import CORE_ATTENTION, NORM
+from moe_parallel.config.training import CORE_ATTENTION, NORM
 from moe_parallel.errors import InputError
 
 

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from moe_parallel.config import Config, validate
-from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
+from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension
 from moe_parallel.plan.cluster import RESERVE, Cluster

@@ -1,21 +1,12 @@
-"""All adaptations of Megatron-Core that a host without CUDA needs, and their reasons.
+"""What Megatron-Core needs on a host without CUDA.
 
 Megatron-Core is written for GPUs: it asks `torch.cuda` for the current device, keeps its random
 states there, and spells `device="cuda"` and `"torch.cuda.FloatTensor"` as literals. Its arithmetic
-and its process groups run unchanged on a CPU over gloo. `ADAPTATIONS` lists the changes, and
-`adapt_megatron_to_cpu` applies that list. It also replaces loops that are slow on every host
-(`gradient_loops`).
-
-Each entry is as narrow as Megatron-Core allows:
-
-- `Replace` gives one name another value. Under `torch.cuda` this removes no function that works:
-  without CUDA those functions can only raise.
-- `Literals` rewrites the device literals in the compiled functions of one Megatron module. No
-  torch function is wrapped, so operations cost the same as before.
-- `Hush` drops one log message that is false on a CPU host.
-
-All three change objects that Megatron-Core looks up at the time of the call, so it makes no
-difference which of its modules were imported before.
+and its process groups run unchanged on a CPU over gloo. `adapt_megatron_to_cpu` replaces attributes
+(`REPLACED`), and literals in compiled functions (`REWRITTEN`) where there is nothing to replace: no
+torch function is wrapped, so operations cost the same as before. Megatron-Core looks all of these
+up at the time of the call, so it makes no difference which of its modules were imported before. It
+also replaces loops that are slow on every host (`gradients`).
 
 Not covered, because this project does not use it: fp16 loss scaling, CUDA graphs, FSDP, inference,
 and expert tensor parallelism in the stock MoE dispatcher, which gathers uneven shares; gloo cannot.
@@ -24,21 +15,19 @@ and expert tensor parallelism in the stock MoE dispatcher, which gathers uneven 
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from packaging.version import Version
 
-from moe_parallel.platform.clipping import l2_norm_by_rows
-from moe_parallel.platform.megatron_version import check_megatron_version
+from moe_parallel.platform.gradients import l2_norm_by_rows
+from moe_parallel.platform.megatron import check_megatron_version
 from moe_parallel.selection.tokens import positions, zigzag
 
 CPU = torch.device("cpu")
-_RANDOM = "megatron.core.tensor_parallel.random"
+_CORE = "megatron.core"
+_RANDOM = f"{_CORE}.tensor_parallel.random"
 
 #: The replacements of the literals of a CUDA device on a CPU host.
 CPU_LITERALS = {
@@ -82,165 +71,55 @@ def _rotary_angles_of_share(angles: torch.Tensor, axis: int, cp_group: Any) -> t
     return angles.index_select(axis, positions(share))
 
 
-@dataclass(frozen=True)
-class Replace:
-    """Gives the attribute at the dotted path `target` the value `replacement`."""
+#: Attributes of torch and Megatron-Core, by dotted path, and their values on a CPU host. Under
+#: `torch.cuda` this removes no function that works: without CUDA those can only raise.
+REPLACED: dict[str, Any] = {
+    # Every buffer, parameter and message is created on the current CUDA device.
+    "torch.cuda.current_device": lambda: CPU,
+    # Timers, pipeline messages and checkpoint writers wait for the device.
+    "torch.cuda.synchronize": lambda device=None: None,
+    # Gradient reduction (from 0.17) and the stock MoE dispatcher ask for the stream.
+    "torch.cuda.current_stream": lambda device=None: HostStream(),
+    # The stock MoE dispatcher copies its token counts to the host on a side stream.
+    "torch.cuda.Stream": HostStream,
+    # The tensor-, expert- and data-parallel seeds are set in the CUDA generator.
+    "torch.cuda.manual_seed": torch.manual_seed,
+    # Random states are added to the model-parallel tracker, and kept by the rerun machine.
+    "torch.cuda.get_rng_state": lambda device=None: torch.get_rng_state(),
+    # Dropout and recomputation fork the random state; on a CPU host it is torch's own.
+    f"{_RANDOM}._get_cuda_rng_state": (
+        lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    ),
+    # As above; upstream defers it until CUDA starts, which never happens here.
+    f"{_RANDOM}._set_cuda_rng_state": (
+        lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
+    ),
+    # Tied embeddings, the optimizer's state and exchanged checkpoint shards move themselves.
+    "torch.Tensor.cuda": lambda self, *args, **kwargs: self,
+    # The stock MoE dispatcher turns its splits into numpy integers for CUDA tensors only.
+    f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _counts_to_numpy,
+    # The stock router reads this name, which 0.16 leaves undefined without Transformer Engine.
+    f"{_CORE}.transformer.moe.moe_utils.te_general_gemm": None,
+    # A norm whose output is recomputed asks for Transformer Engine's FP8 state.
+    f"{_CORE}.tensor_parallel.CheckpointWithoutOutput": _checkpoint_without_fp8,
+    # With context parallelism, the places of a rank's chunks are put into pinned memory.
+    f"{_CORE}.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank": (
+        _rotary_angles_of_share
+    ),
+    # The norm used where Apex and Transformer Engine are absent is a CUDA tensor and inexact.
+    f"{_CORE}.optimizer.clip_grads.l2_norm_impl": l2_norm_by_rows,
+}
 
-    target: str
-    replacement: Any
-    reason: str
-    before: str | None = None
-
-    def apply(self) -> None:
-        owner, name = self.target.rsplit(".", 1)
-        setattr(_resolve(owner), name, self.replacement)
-
-
-@dataclass(frozen=True)
-class Literals:
-    """Rewrites `CPU_LITERALS` in every function of the module `target`."""
-
-    target: str
-    reason: str
-    before: str | None = None
-
-    def apply(self) -> None:
-        for function in functions_of(importlib.import_module(self.target)):
-            code = function.__code__
-            if literals_in(code):
-                function.__code__ = _rewrite(code)
-
-
-@dataclass(frozen=True)
-class Hush:
-    """Drops the log records of the logger `target` whose message is `message`."""
-
-    target: str
-    message: str
-    reason: str
-    before: str | None = None
-
-    def apply(self) -> None:
-        logging.getLogger(self.target).addFilter(lambda record: record.msg != self.message)
-
-
-Adaptation = Replace | Literals | Hush
-
-ADAPTATIONS: tuple[Adaptation, ...] = (
-    Replace(
-        "torch.cuda.current_device",
-        lambda: CPU,
-        "every buffer, parameter and message is created on the current CUDA device",
-    ),
-    Replace(
-        "torch.cuda.synchronize",
-        lambda device=None: None,
-        "timers, pipeline messages and checkpoint writers wait for the device",
-    ),
-    Replace(
-        "torch.cuda.current_stream",
-        lambda device=None: HostStream(),
-        "gradient reduction (from 0.17) and the stock MoE dispatcher ask for the stream",
-    ),
-    Replace(
-        "torch.cuda.Stream",
-        HostStream,
-        "the stock MoE dispatcher copies its token counts to the host on a side stream",
-    ),
-    Replace(
-        "torch.cuda.manual_seed",
-        torch.manual_seed,
-        "the tensor-, expert- and data-parallel seeds are set in the CUDA generator",
-    ),
-    Replace(
-        "torch.cuda.get_rng_state",
-        lambda device=None: torch.get_rng_state(),
-        "random states are added to the model-parallel tracker, and kept by the rerun machine",
-    ),
-    Replace(
-        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
-        lambda device=None, clone=False, graph_safe=False: torch.get_rng_state(),
-        "dropout and recomputation fork the random state; on a CPU host it is torch's own",
-    ),
-    Replace(
-        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        lambda state, device=None, graph_safe=False: torch.set_rng_state(state),
-        "as above; upstream defers it until CUDA starts, which never happens here",
-    ),
-    Hush(
-        "megatron.core.tensor_parallel.random",
-        "CPU RNG state changed within GPU RNG context",
-        "the forked generator is the CPU's, so that its state moves is the point",
-    ),
-    Replace(
-        "torch.Tensor.cuda",
-        lambda self, *args, **kwargs: self,
-        "tied embeddings, the optimizer's state and exchanged checkpoint shards move themselves",
-    ),
-    Replace(
-        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        _counts_to_numpy,
-        "the stock MoE dispatcher turns its splits into numpy integers for CUDA tensors only",
-    ),
-    Replace(
-        "megatron.core.transformer.moe.moe_utils.te_general_gemm",
-        None,
-        "the stock router reads this name, left undefined without Transformer Engine",
-        before="0.17",
-    ),
-    Replace(
-        "megatron.core.tensor_parallel.CheckpointWithoutOutput",
-        _checkpoint_without_fp8,
-        "a norm whose output is recomputed asks for Transformer Engine's FP8 state",
-    ),
-    Replace(
-        "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",
-        _rotary_angles_of_share,
-        "with context parallelism, the places of a rank's chunks are put into pinned memory",
-    ),
-    Literals(
-        "megatron.core.pipeline_parallel.schedules",
-        "the token count of every schedule is a CUDA tensor",
-    ),
-    Literals(
-        "megatron.core.optimizer.optimizer",
-        "loss scale and overflow flag are CUDA tensors, and bf16 parameters are told by type name",
-    ),
-    Literals(
-        "megatron.core.optimizer.distrib_optimizer",
-        "parameters are told by their CUDA type names",
-    ),
-    Literals(
-        "megatron.core.optimizer.clip_grads",
-        "the gradient norm is a CUDA tensor, and gradients are checked by CUDA type name",
-    ),
-    Replace(
-        "megatron.core.optimizer.clip_grads.l2_norm_impl",
-        l2_norm_by_rows,
-        "the norm used where Apex and Transformer Engine are absent is a CUDA tensor and inexact",
-    ),
-    Literals(
-        "megatron.core.transformer.utils",
-        "the causal mask is a CUDA tensor",
-    ),
-    Literals(
-        "megatron.core.rerun_state_machine",
-        "the verdict on a NaN or a spike is exchanged in CUDA tensors",
-    ),
-    Literals(
-        "megatron.core.dist_checkpointing.exchange_utils",
-        "shards read by one rank for the others are received in CUDA tensors",
-    ),
+#: Modules with `CPU_LITERALS` in the code of functions, which no argument or attribute reaches.
+REWRITTEN = (
+    f"{_CORE}.pipeline_parallel.schedules",  # the token count of every schedule
+    f"{_CORE}.optimizer.optimizer",  # loss scale and overflow flag; bf16 weights, told by type name
+    f"{_CORE}.optimizer.distrib_optimizer",  # weights, told by type name
+    f"{_CORE}.optimizer.clip_grads",  # the gradient norm; gradients, checked by type name
+    f"{_CORE}.transformer.utils",  # the causal mask
+    f"{_CORE}.rerun_state_machine",  # the verdict on a NaN or a spike is exchanged
+    f"{_CORE}.dist_checkpointing.exchange_utils",  # shards that one rank reads for the others
 )
-
-
-def adaptations_for(version: str) -> tuple[Adaptation, ...]:
-    """The entries of `ADAPTATIONS` that megatron-core `version` needs."""
-    return tuple(
-        entry
-        for entry in ADAPTATIONS
-        if entry.before is None or Version(version) < Version(entry.before)
-    )
 
 
 def adapt_megatron_to_cpu() -> None:
@@ -255,24 +134,28 @@ def adapt_megatron_to_cpu() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("Megatron-Core is adapted to CPU hosts only, and CUDA is available here")
-    _apply(check_megatron_version())
+    _adapt(check_megatron_version())
 
 
 @functools.cache
-def _apply(version: str) -> None:
-    for entry in adaptations_for(version):
-        entry.apply()
-    from moe_parallel.platform.gradient_loops import replace_gradient_loops  # imports Megatron-Core
+def _adapt(version: str) -> None:
+    for target in (*REPLACED, *REWRITTEN):
+        adapt(target)
+    from moe_parallel.platform.gradients import replace_gradient_loops  # imports Megatron-Core
 
     replace_gradient_loops()
 
 
-def describe(version: str) -> list[str]:
-    """One line per adaptation that megatron-core `version` needs: what, how and why."""
-    return [
-        f"{entry.target} ({type(entry).__name__.lower()}): {entry.reason}"
-        for entry in adaptations_for(version)
-    ]
+def adapt(target: str) -> None:
+    """Make one entry of `REPLACED` or `REWRITTEN` effective."""
+    if target in REPLACED:
+        owner, name = target.rsplit(".", 1)
+        setattr(_resolve(owner), name, REPLACED[target])
+        return
+    for function in functions_of(importlib.import_module(target)):
+        code = function.__code__
+        if literals_in(code):
+            function.__code__ = _rewrite(code)
 
 
 def functions_of(module: ModuleType) -> Iterator[FunctionType]:

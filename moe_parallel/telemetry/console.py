@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -73,7 +72,7 @@ class LiveConsole(PlainConsole):
         )
         self._redirects = contextlib.ExitStack()
         self._redirects.enter_context(logging_redirect_tqdm())
-        self._redirects.enter_context(_warnings_above_the_bar())
+        logging.captureWarnings(True)
 
     def advance(self, iteration: int) -> None:
         """Moves the bar; `log` is for iterations with measurements."""
@@ -88,6 +87,7 @@ class LiveConsole(PlainConsole):
         self._bar.refresh()
 
     def close(self) -> None:
+        logging.captureWarnings(False)
         self._redirects.close()
         self._bar.close()
         print(end=ERASE_LINE, file=self._stream, flush=True)
@@ -141,21 +141,3 @@ def _measures(record: MetricsLine) -> list[str]:
 
 def _number(value: Any, number_format: str) -> str:
     return "nan" if value is None else format(value, number_format)
-
-
-@contextlib.contextmanager
-def _warnings_above_the_bar() -> Iterator[None]:
-    plain = warnings.showwarning
-
-    def show(message, category, filename, lineno, file=None, line=None):  # type: ignore
-        if file is not None:
-            plain(message, category, filename, lineno, file, line)
-        else:
-            text = warnings.formatwarning(message, category, filename, lineno, line)
-            tqdm.write(text, file=sys.stderr, end="")
-
-    warnings.showwarning = show
-    try:
-        yield
-    finally:
-        warnings.showwarning = plain

@@ -19,8 +19,11 @@ nats per token. A number that is not finite is written as null: JSON has no NaN.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,6 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.reading import parse_json, read_lines
-from moe_parallel.telemetry.journal import Journal
 
 METRICS_FILE = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
@@ -107,6 +109,56 @@ class Resumed:
     last: Sequence[MetricsLine] = ()
     cut: Sequence[MetricsLine] = ()
     end: int = 0
+
+
+class Journal:
+    """Appends entries to a file, each completely or not at all.
+
+    If a write fails (the disk is full, over quota, or gone), the partial entry is removed, kept in
+    memory and written again with the next entry. So an incomplete entry never precedes a complete
+    one. At most the `KEPT` latest entries wait in memory.
+    """
+
+    KEPT = 1000
+
+    def __init__(self, path: Path) -> None:
+        """Creates the file if necessary. Raises OSError."""
+        self._file = path.open("ab", buffering=0)
+        self._end = path.stat().st_size  # the end of the last complete entry
+        self._waiting: deque[bytes] = deque(maxlen=self.KEPT)
+
+    def append(self, entry: bytes) -> None:
+        """On return the operating system has the entry. Raises OSError if it waits instead."""
+        self._waiting.append(entry)
+        self._write()
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk. Raises OSError."""
+        self._write()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file. Raises OSError if entries are lost."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        self._file.truncate(self._end)  # of what an error, or Ctrl-C, has left of an entry
+        while self._waiting:
+            try:
+                self._write_whole(self._waiting[0])
+            except OSError:
+                with contextlib.suppress(OSError):  # if this fails, the next entry does it
+                    self._file.truncate(self._end)
+                raise
+            self._end += len(self._waiting.popleft())
+
+    def _write_whole(self, entry: bytes) -> None:
+        rest = memoryview(entry)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 class MetricsWriter:

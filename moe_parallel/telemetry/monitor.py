@@ -1,17 +1,116 @@
-"""A background thread that reads the gauges of a rank, so that no step waits for them."""
+"""Instruments of the machine: what psutil reads of the host, and NVML of a GPU.
+
+A background thread reads the gauges of a rank, so that no step waits for them. Each reading is a
+dict from the names in QUANTITIES to numbers; what a machine does not support is missing.
+"""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from types import TracebackType
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
+import psutil  # type: ignore[import-untyped]
 
-from moe_parallel.telemetry.gauges import ENERGY, QUANTITIES, Gauge, Over, Reading
+from moe_parallel.collective_errors import exchange
+from moe_parallel.optional import import_optional
+
+#: The reasons why a GPU lowers its clocks, by bit: `nvmlClocksEventReason...` in nvml.h.
+SLOWDOWNS = {
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+}
+
+#: What is read, and how the values of ranks combine.
+QUANTITIES: dict[str, Callable[[list[float]], float]] = {
+    "process_cpu_percent": fmean,  # of one core: 200 is two cores
+    "process_memory_bytes": max,  # resident
+    "host_cpu_percent": fmean,  # of all cores
+    "host_memory_percent": max,  # in use
+    "host_load": max,  # runnable processes, mean of a minute
+    "gpu_percent": fmean,  # share of the time in which a kernel ran
+    "gpu_memory_bytes": max,  # in use, of all processes
+    "gpu_clock_mhz": min,  # of the multiprocessors
+    "gpu_memory_clock_mhz": min,
+    "gpu_celsius": max,
+    "gpu_watts": sum,
+    **{f"gpu_slowed_{reason}": max for reason in SLOWDOWNS.values()},  # share of readings
+}
+
+#: A counter of joules, which becomes watts; not a quantity by itself.
+ENERGY = "gpu_joules"
+
+Reading = dict[str, float]
+
+
+class Gauge(Protocol):
+    """Reads some quantities. Only one thread calls it."""
+
+    def read(self) -> Reading: ...
+
+
+class HostGauge:
+    """This process and its host, by psutil."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.read()  # shares of the CPU are counted from one call to the next
+
+    def read(self) -> Reading:
+        return {
+            "process_cpu_percent": self._process.cpu_percent(),
+            "process_memory_bytes": self._process.memory_info().rss,
+            "host_cpu_percent": psutil.cpu_percent(),
+            "host_memory_percent": psutil.virtual_memory().percent,
+            "host_load": psutil.getloadavg()[0],
+        }
+
+
+class GpuGauge:
+    """One GPU, by NVML. It is found by its UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for torch."""
+
+    def __init__(self, uuid: str) -> None:
+        """`uuid`: such as GPU-12345678-...
+
+        Raises:
+            InputError: nvidia-ml-py is not installed.
+            OSError: NVML does not work here, or does not know this GPU.
+        """
+        self._nvml = nvml = import_optional("pynvml", "--machine-sample-seconds on a GPU")
+        try:
+            nvml.nvmlInit()
+            self._gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError as error:
+            raise OSError(str(error)) from error
+
+    def read(self) -> Reading:
+        nvml, gpu, reading = self._nvml, self._gpu, Reading()
+
+        def add(name: str, query: Callable[..., Any], *words: int, unit: float = 1) -> None:
+            with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
+                reading[name] = query(gpu, *words) * unit
+
+        with contextlib.suppress(nvml.NVMLError):
+            reading["gpu_percent"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+        with contextlib.suppress(nvml.NVMLError):
+            reading["gpu_memory_bytes"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used
+        add("gpu_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
+        add("gpu_memory_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM)
+        add("gpu_celsius", nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+        add("gpu_watts", nvml.nvmlDeviceGetPowerUsage, unit=1e-3)  # milliwatts
+        add(ENERGY, nvml.nvmlDeviceGetTotalEnergyConsumption, unit=1e-3)  # millijoules
+        with contextlib.suppress(nvml.NVMLError):
+            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+            for bit, reason in SLOWDOWNS.items():
+                reading[f"gpu_slowed_{reason}"] = float(bool(reasons & bit))
+        return reading
 
 
 class Monitor:
@@ -74,28 +173,15 @@ class Monitor:
             self.read()
 
 
-def over_ranks(means: Reading, device: torch.device) -> Reading:
+def over_ranks(means: Reading) -> Reading:
     """The means of all ranks, combined as QUANTITIES says. Collective.
 
     What no rank has is missing, and so is a sum to which a rank adds nothing: in a short interval
-    a few may have no reading. Two small reductions, at a log line only.
+    a few may have no reading.
     """
-    present = [float(name in means) for name in QUANTITIES]
-    values = [means.get(name, 0.0) for name in QUANTITIES]
-    most = [means.get(name, -math.inf) for name in QUANTITIES]
-    minus_least = [-means.get(name, math.inf) for name in QUANTITIES]
-    sums = torch.tensor([values, present], dtype=torch.float64, device=device)
-    extremes = torch.tensor([most, minus_least], dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    combined: Reading = {}
-    rows = zip(QUANTITIES.items(), *sums.tolist(), *extremes.tolist(), strict=True)
-    for (name, over), total, count, greatest, minus_smallest in rows:
-        if count == dist.get_world_size() or (count and over is not Over.SUM):
-            combined[name] = {
-                Over.SUM: total,
-                Over.MEAN: total / count,
-                Over.MOST: greatest,
-                Over.LEAST: -minus_smallest,
-            }[over]
+    ranks, combined = exchange(means), Reading()
+    for name, combine in QUANTITIES.items():
+        values = [each[name] for each in ranks if name in each]
+        if values and (combine is not sum or len(values) == len(ranks)):
+            combined[name] = float(combine(values))
     return combined

@@ -1,20 +1,135 @@
-"""The destinations of records: their interface, and the one object that the training loop uses."""
+"""Where the records of a run go: TensorBoard, Weights & Biases, and all sinks as one object."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import math
+import os
+import secrets
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from moe_parallel.collective_errors import one_line
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
+from moe_parallel.reading import read_word
 from moe_parallel.telemetry.console import PlainConsole, open_console
-from moe_parallel.telemetry.metrics import MetricsLine, MetricsWriter
-from moe_parallel.telemetry.wandb_sink import WandbSink
+from moe_parallel.telemetry.metrics import (
+    Journal,
+    MetricsLine,
+    MetricsWriter,
+    loss_names,
+    untimed,
+)
+from moe_parallel.telemetry.statistics import load_shares
 
 CONSOLE = "standard output"
+BINS = 30  # of a histogram
+RUN_ID_FILE = "wandb_run_id.txt"
+
+#: The single numbers that a layer may report, besides its losses.
+MEASURES = (
+    "ent_load",
+    "ent_conf",
+    "max_minus_min_load",
+    "tokens_dropped",
+    "experts_per_token",
+    "utilisation",
+    "wire_bytes_per_token",
+    "output_rms",
+)
+
+
+#: The values that a layer reports per expert, by their names in a record: the names in charts.
+PER_EXPERT = {
+    "norm_per_expert": "norm",
+    "cutoff_per_expert": "cutoff",
+    "routing_weight_per_expert": "routing_weight",
+}
+
+
+def scalars(record: MetricsLine) -> dict[str, float]:
+    """The finite numbers of a record by name, grouped by the part before the first slash.
+
+    train/lm_loss, machine/mfu, validation/code/bits_per_byte, moe/layer_03/ent_load,
+    moe/layer_03/imbalance (load of the busiest expert over the mean load: 1 is even); and over all
+    layers moe/ent_load and moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped
+    (sums), moe/imbalance_mean and moe/imbalance_max; and moe/rank_overload (`rank_load`).
+    """
+    named: dict[str, Any] = {}
+    for key, value in record.items():
+        if key not in ("iteration", "layers", "validation", "machine"):
+            named[f"train/{key}"] = value
+    named |= {f"machine/{name}": value for name, value in record.get("machine", {}).items()}
+    for domain, measures in record.get("validation", {}).items():
+        for measure, value in measures.items():
+            named[f"validation/{domain}/{measure}"] = value
+    if "rank_load" in record:
+        named["moe/rank_overload"] = record["rank_load"]["overload"]
+    layers = record.get("layers", [])
+    for layer in layers:
+        place = _place(layer)
+        measures = [measure for measure in (*MEASURES, *loss_names()) if measure in layer]
+        named |= {f"{place}/{measure}": layer[measure] for measure in measures}
+        named[f"{place}/imbalance"] = max(_relative_load(layer))
+    if layers:
+        named.update(_totals(layers))
+    return {
+        name: float(value)
+        for name, value in named.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def histograms(record: MetricsLine) -> dict[str, list[float]]:
+    """One finite number per expert of a layer, by name.
+
+    moe/layer_03/load (choices over the mean of the experts: 1 is even), and if the layer has them
+    moe/layer_03/norm, moe/layer_03/cutoff and moe/layer_03/routing_weight. One chart per expert
+    would be thousands of charts.
+    """
+    named: dict[str, list[Any]] = {}
+    for layer in record.get("layers", []):
+        named[f"{_place(layer)}/load"] = _relative_load(layer)
+        for key, name in PER_EXPERT.items():
+            if key in layer:
+                named[f"{_place(layer)}/{name}"] = layer[key]
+    finite = {
+        name: [x for x in values if x is not None and math.isfinite(x)]
+        for name, values in named.items()
+    }
+    return {name: values for name, values in finite.items() if values}
+
+
+def _place(layer: dict[str, Any]) -> str:
+    return f"moe/layer_{layer['layer']:02d}"
+
+
+def _relative_load(layer: dict[str, Any]) -> list[float]:
+    shares = load_shares(layer["tokens_per_expert"])
+    return [share * len(shares) for share in shares]
+
+
+def _totals(layers: list[dict[str, Any]]) -> dict[str, float]:
+    def total(measure: str) -> float:
+        return sum(layer[measure] for layer in layers)
+
+    imbalances = [max(_relative_load(layer)) for layer in layers]
+    return {
+        "moe/ent_load": total("ent_load") / len(layers),
+        "moe/ent_conf": total("ent_conf") / len(layers),
+        "moe/max_minus_min_load": total("max_minus_min_load"),
+        "moe/tokens_dropped": total("tokens_dropped"),
+        "moe/imbalance_mean": sum(imbalances) / len(layers),
+        "moe/imbalance_max": max(imbalances),
+    }
 
 
 class Sink(Protocol):
@@ -31,6 +146,148 @@ class Sink(Protocol):
         """Returns when everything is on the disk."""
 
     def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Writes `scalars` and `histograms` of every record to `directory`/tensorboard.
+
+    torch's SummaryWriter writes in a separate thread, which ends at the first error, including a
+    full disk, and reports it only at a later call. Here each record is in the file when `log`
+    returns, or waits as in metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        resumed_from: int | None = None,
+        last: Sequence[MetricsLine] = (),
+    ) -> None:
+        """`resumed_from`: as in MetricsWriter. TensorBoard hides the folder's values from that
+        iteration on and shows `last` instead, the records of that iteration in metrics.jsonl. So
+        each value is there once, wherever the run was stopped. Raises OSError."""
+        folder = Path(directory) / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = str(folder)
+        # TensorBoard reads the files of a folder in the order of their names.
+        place = f"{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._journal = Journal(folder / f"events.out.tfevents.{place}")
+        # Imported here because it takes seconds, which the other ranks can save.
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
+            RecordWriter,
+        )
+        from torch.utils.tensorboard import summary
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._histogram, self._writer = summary.histogram, RecordWriter
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._append(
+            self._event(file_version="brain.Event:2"),
+            self._event(step=resumed_from or 0, session_log=start),
+        )
+        for record in last:
+            self.log(record)
+
+    def log(self, record: MetricsLine) -> None:
+        """Raises OSError if the record has to wait; see `Journal`."""
+        value = self._summary.Value
+        values = [value(tag=tag, simple_value=x) for tag, x in scalars(record).items()]
+        for tag, numbers in histograms(record).items():
+            values += self._histogram(tag, np.array(numbers), BINS).value
+        self._append(self._event(step=record["iteration"], summary=self._summary(value=values)))
+
+    def _append(self, *events: Any) -> None:
+        entry = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._writer(entry).write(event.SerializeToString())
+        self._journal.append(entry.getvalue())
+
+    def sync(self) -> None:
+        self._journal.sync()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+class WandbSink:
+    """Logs `scalars` and `histograms` of every record to one W&B run, under `directory`/wandb.
+
+    The id of the run is stored in `directory`/wandb_run_id.txt, so that a resumed run continues the
+    same curves. The x axis is `iteration`, because W&B's own step cannot go back to a checkpoint.
+    W&B cannot take a value back either, so values that were sent before are not sent again.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        project: str,
+        mode: str,
+        told: Sequence[MetricsLine] | None,
+        config: dict[str, Any],
+    ) -> None:
+        """`mode`: online, offline (upload later with `wandb sync`) or disabled.
+
+        `told`: for a run that continues, the records after the checkpoint, which it will produce
+        again; None: a new run. Raises InputError if wandb is not installed or refuses to start.
+        """
+        wandb = import_optional("wandb", f"--wandb-project {project}")
+        directory = Path(directory)
+        self.name = str(directory / "wandb")
+        self._wandb = wandb
+        self._told = [untimed(record) for record in told or ()]
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=directory.name,
+                dir=str(directory),
+                mode=mode,
+                id=_run_id(directory / RUN_ID_FILE, resumed=told is not None),
+                resume="allow",
+                config=config,
+                settings=wandb.Settings(silent=True),  # its messages would disturb the progress bar
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"--wandb-mode {mode}: wandb did not start ({reason}): "
+                "run `wandb login`, or use --wandb-mode offline"
+            ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def log(self, record: MetricsLine) -> None:
+        """Raises OSError for every error of wandb."""
+        if untimed(record) in self._told:
+            return
+        values = {name: self._wandb.Histogram(of) for name, of in histograms(record).items()}
+        with _as_oserror():
+            self._run.log({"iteration": record["iteration"], **scalars(record), **values})
+
+    def sync(self) -> None:
+        """Does nothing: wandb's separate process decides when to write."""
+
+    def close(self) -> None:
+        with _as_oserror():
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _as_oserror() -> Iterator[None]:
+    """Convert any error to an OSError; the errors of wandb's process have no common type."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def _run_id(path: Path, *, resumed: bool) -> str:
+    known = read_word(path) if resumed and path.exists() else ""
+    if known:  # a full disk may have left the file empty
+        return known
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id + "\n")
+    return run_id
 
 
 class Telemetry:
@@ -137,9 +394,6 @@ def open_telemetry(
                 warning = metrics.warning
                 opened.callback(metrics.close)
                 if tensorboard:
-                    # Imported here because it takes seconds, which the other ranks can save.
-                    from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
-
                     add(TensorBoardSink(directory, resumed_from, metrics.resumed.last))
                 if wandb_project is not None:
                     add(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 
 import psutil  # type: ignore[import-untyped]
 
-from moe_parallel.training.job_store import LAUNCHER
+from moe_parallel.training.job_store import STARTED
 
 
 class Deadline:
-    """Counts the minutes since the start of the job on this node: of its launcher, if it has one.
+    """Counts the minutes since the start of the job, also for ranks that were started anew in it.
 
-    So the limit is that of a batch job, also for ranks that --max-restarts starts anew.
+    So the limit is that of a batch job.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -38,8 +37,6 @@ class Deadline:
 
 
 def _age() -> float:
-    """Seconds since the launcher of this process, or this process itself, was started."""
-    started = psutil.Process().create_time()
-    with contextlib.suppress(psutil.NoSuchProcess, KeyError):
-        started = psutil.Process(int(os.environ[LAUNCHER])).create_time()
-    return float(max(0.0, time.time() - started))
+    """Seconds since the job began, as its launcher or job script says, or else this process."""
+    began = os.environ.get(STARTED) or psutil.Process().create_time()
+    return max(0.0, time.time() - float(began))

@@ -33,7 +33,6 @@ from moe_parallel.training.exit_codes import (
     EXIT_LOST,
     code_of,
 )
-from moe_parallel.training.job_store import ATTEMPT, visit_store
 from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
@@ -134,8 +133,7 @@ class FailureChannel:
 def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
     """End this process when its parent, process `launcher`, is gone; in training, save first.
 
-    FailureChannel.watch detects only the loss of the launcher that serves the store, which is one
-    of several on several nodes. Before training a rank could wait, in C++, for that store.
+    Before training a rank could otherwise wait, in C++, for the launcher's store.
     """
 
     def poll() -> None:
@@ -147,25 +145,11 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
         if stop.in_training:  # perhaps only since then
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if _tells_other_nodes(EXIT_INTERRUPTED):
-            where = f" on {socket.gethostname()}" if _node() else ""
-            tell(f"the launcher{where} is gone {BEFORE_TRAINING}")
+        if _rank() == 0:
+            tell(f"the launcher is gone {BEFORE_TRAINING}")
         leave(EXIT_INTERRUPTED)
 
     threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
-
-
-def _tells_other_nodes(code: int) -> bool:
-    """End the ranks of other nodes, which wait for this one to join them; returns whether this rank
-    prints. The launcher of the first node serves the store: if it is gone, the others notice."""
-    if _node() == 0:
-        return _rank() == 0
-    with contextlib.suppress(RuntimeError, OSError):
-        store = visit_store(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ[ATTEMPT]
-        )
-        return FailureChannel(store).claim(code)
-    return False
 
 
 def run(
@@ -242,11 +226,6 @@ def _launcher_serves() -> bool:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _node() -> int:
-    """The number of this node among those of the job."""
-    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def tell(message: str) -> None:

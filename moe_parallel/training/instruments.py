@@ -13,8 +13,7 @@ from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.model.flops import token_flops
 from moe_parallel.platform.device import device
-from moe_parallel.telemetry.gauges import Gauge, GpuGauge, HostGauge
-from moe_parallel.telemetry.monitor import Monitor, over_ranks
+from moe_parallel.telemetry.monitor import Gauge, GpuGauge, HostGauge, Monitor, over_ranks
 
 #: Dense bf16 TFLOP/s of NVIDIA's data sheets, by the beginning of the name; the longest counts.
 BF16_TFLOPS = {
@@ -62,7 +61,7 @@ class Instruments:
         if self._peak is not None:
             record["mfu"] = rate / self._peak
         if self._samples:
-            record |= over_ranks(self.monitor.take(), device())
+            record |= over_ranks(self.monitor.take())
         if "gpu_watts" in record:
             record["joules_per_token"] = record["gpu_watts"] / tokens_per_second
         return record

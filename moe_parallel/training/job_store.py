@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from moe_parallel.errors import InputError, Unmet
 
-#: Set by our own launcher: the name of this start of the ranks, equal on every node.
-ATTEMPT = "MOE_PARALLEL_ATTEMPT"
 #: Set by our own launcher: its process id.
 LAUNCHER = "MOE_PARALLEL_LAUNCHER"
+#: Set by our own launcher or a job script: when the job began, in seconds since 1970.
+STARTED = "MOE_PARALLEL_STARTED"
 #: How long ranks wait for each other; torch's own limit.
 MEETING = timedelta(minutes=30)
 
@@ -42,8 +42,12 @@ def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist
         ) from error
     except dist.DistStoreError as error:
         raise Unmet(_unmet(rank, str(error))) from error
-    attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    return of_this_start(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def of_this_start(store: dist.Store, restart: str) -> dist.Store:
+    """The part of a launcher's store for the ranks that it has started after so many restarts."""
+    return dist.PrefixStore(f"attempt_{restart}", store)
 
 
 def connect_ranks(
@@ -77,11 +81,3 @@ def _unmet(rank: int, why: str) -> str:
         f"({' '.join(why.split())[:200]}): one is slow, stopped, lost with its host, or out of "
         "reach (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); start again"
     )
-
-
-def visit_store(address: str, port: int, attempt: str) -> dist.Store:
-    """The same store, for a launcher, which is one client more than there are ranks."""
-    store = dist.TCPStore(
-        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
-    return dist.PrefixStore(f"attempt_{attempt}", store)

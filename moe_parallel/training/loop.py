@@ -19,8 +19,8 @@ from moe_parallel.evaluation.text_loss import TextLoss, measure_text_loss
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.progress import Phase
-from moe_parallel.telemetry.rank_load import rank_load
 from moe_parallel.telemetry.sinks import Telemetry
+from moe_parallel.telemetry.statistics import rank_load
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.digest import state_digest
 from moe_parallel.training.deadline import Deadline

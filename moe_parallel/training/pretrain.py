@@ -25,10 +25,14 @@ from moe_parallel.ops.padding import LANES, width_warning
 from moe_parallel.parallel import Groups, initialize_groups, seed_ranks
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
-from moe_parallel.platform.device import choose_backend, device, take_gpu
-from moe_parallel.platform.freed_memory import keep_freed_memory_unless_set
-from moe_parallel.platform.gradient_loops import replace_gradient_loops
-from moe_parallel.platform.megatron_version import check_megatron_version
+from moe_parallel.platform.device import (
+    choose_backend,
+    device,
+    keep_freed_memory_unless_set,
+    take_gpu,
+)
+from moe_parallel.platform.gradients import replace_gradient_loops
+from moe_parallel.platform.megatron import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState

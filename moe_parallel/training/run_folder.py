@@ -11,9 +11,8 @@ import torch.distributed as dist
 from moe_parallel.collective_errors import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import Config
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.moe import MoEConfig
+from moe_parallel.config.moe import MoEConfig, dense_width
 from moe_parallel.config.option import options
-from moe_parallel.config.upcycling import dense_width
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config
-from moe_parallel.config.upcycling import dense_warmup_iters
+from moe_parallel.config.moe import dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.parallel import Groups

@@ -23,7 +23,7 @@ from moe_parallel.config import (
     read_command_line,
     validate,
 )
-from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
+from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.tokenizer import build_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.gpt import build_model

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from moe_parallel.config import Config, DataConfig
-from moe_parallel.config.data import EMBEDDED_VOCAB_SIZE
 from moe_parallel.config.message import flag
+from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.corpus import DefaultCorpus, corpus_sources, prepare_default_corpus
 from moe_parallel.data.datasets import (
     Datasets,

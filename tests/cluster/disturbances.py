@@ -35,20 +35,13 @@ def ranks_on(cluster: Cluster, node: str) -> list[int]:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a launcher has started it as a rank, or srun, which tells it otherwise."""
+    """Whether srun has started it as a task of a step."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        variables = process.environ()
-        return "RANK" in variables or (
-            "SLURM_STEP_ID" in variables and "--nproc-per-node" not in process.cmdline()
+        return "SLURM_STEP_ID" in process.environ() and DISTURBED.name in " ".join(
+            process.cmdline()
         )
     return False
-
-
-def launcher_on(cluster: Cluster, node: str) -> int:
-    """The process that started the rank of a node."""
-    (rank,) = ranks_on(cluster, node)
-    return psutil.Process(rank).ppid()
 
 
 # --- faults: each returns when it has done its damage
@@ -63,10 +56,6 @@ def kill_a_rank(job: SlurmJob, node: str) -> None:
     assert ranks
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-
-
-def kill_a_launcher(job: SlurmJob, node: str) -> None:
-    os.kill(launcher_on(job.cluster, node), signal.SIGKILL)
 
 
 def kill_slurmd(job: SlurmJob, node: str) -> None:

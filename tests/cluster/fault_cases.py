@@ -33,14 +33,13 @@ class Fault:
     disturb: str | None = None  # the function of tests/launch/disturbed.py that is the fault
     damages: bool = False  # whether it damages a checkpoint on purpose
     label: str = ""  # replaces the name of `do`
-    script: str = "pretrain.sbatch"
     variables: Mapping[str, str] = field(default_factory=dict)  # that the user has exported
 
     @property
     def name(self) -> str:
         name = self.label or self.do.__name__.replace("_", " ")
         place = ", node 1" if self.node == FIRST else ""
-        return f"{name}{place}" + ("" if self.script == "pretrain.sbatch" else ", by srun")
+        return f"{name}{place}"
 
     def disturbance(self, moment: str) -> str:
         """DISTURB of tests/launch/disturbed.py. Where the fault is not the program's own, a rank of
@@ -58,6 +57,7 @@ SILENT = r"^error: rank 1 on node2 .* (hangs in|is silent for \d+ s, last in) "
 HANGS = r"^error: rank 1 on node2 .* hangs in "
 DAMAGED = r"^warning: .*; the run continues from iter_"
 HANG = {"hang_timeout": 6}
+SHORT_WAIT = {"SRUN_FLAGS": "--wait=10"}  # the scripts have 120 seconds
 LATE = {"hang_timeout": 15}  # after a signal that the test sends while the rank pauses
 
 #: Where a rank that pauses is, in the words of a heartbeat.
@@ -72,7 +72,6 @@ NO_HEARTBEAT = (
     "Slurm: tests/training/test_failure.py"
 )
 LONG = "one moment is tested: Slurm ends the job, whatever it does"
-BY_SRUN = "one moment is tested by `pretrain_srun.sbatch`, all by `pretrain.sbatch`"
 NEEDS_CHECKPOINT = "read only at a start, whatever the moment of the damage"
 
 FAULTS = [
@@ -80,14 +79,10 @@ FAULTS = [
     Fault(
         do.kill_the_node, do.start_slurmd, 1, GOES_ON, 180, (STEP,), ONE_MOMENT, FIRST
     ),
-    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120),
+    # Before the ranks have met, only Slurm ends those that wait for a lost one.
+    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, (START,), variables=SHORT_WAIT),
+    Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, MOMENTS[1:]),
     Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, (STEP,), ONE_MOMENT, FIRST),
-    Fault(
-        do.kill_a_rank, do.nothing, 1, REQUEUED, 120, (SAVE,), BY_SRUN,
-        script="pretrain_srun.sbatch",
-    ),
-    Fault(do.kill_a_launcher, do.nothing, 1, REQUEUED, 120),
-    Fault(do.kill_a_launcher, do.nothing, 1, REQUEUED, 120, (STEP,), ONE_MOMENT, FIRST),
     # The run is complete before SlurmdTimeout. If it still runs then, Slurm ends the job.
     Fault(do.kill_slurmd, do.start_slurmd, None, COMPLETE, 180),
     Fault(do.lose_slurmd, do.start_slurmd, 1, NODE_LOST, 180, (STEP,), LONG),
@@ -99,13 +94,9 @@ FAULTS = [
     *(
         Fault(
             do.stop_a_rank, do.nothing, 0, SILENT + where, 120, (moment,), NO_HEARTBEAT,
-            options=LATE,
+            options=LATE, variables=SHORT_WAIT,
         )
         for moment, where in WHERE.items()
-    ),
-    Fault(
-        do.stop_a_rank, do.nothing, 1, REQUEUED, 120, (STEP,), BY_SRUN,
-        options=LATE, script="pretrain_srun.sbatch", variables={"SRUN_FLAGS": "--wait=10"},
     ),
     *(
         Fault(

@@ -108,11 +108,11 @@ class SlurmJob:
 
     @property
     def output(self) -> str:
-        """What the job has printed, without the prefix of a rank."""
+        """What the job has printed, without the numbers of ranks before their lines."""
         if not self.output_file.exists():
             return ""
         text = self.output_file.read_text(errors="replace")
-        return re.sub(r"(?m)^\[default\d+\]:", "", text)
+        return re.sub(r"(?m)^ *\d+: ", "", text)
 
     def go_on(self) -> None:
         """End the pause of a rank; see tests/launch/disturbed.py."""

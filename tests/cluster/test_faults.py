@@ -35,7 +35,7 @@ QUICK = [
 
 
 def started_again_by(job: SlurmJob) -> str:
-    return "Slurm" if job.restarts else "the launchers" if "restart 1" in job.output else "-"
+    return "Slurm" if job.restarts else "the job" if "restart 1" in job.output else "-"
 
 
 def line_with(job: SlurmJob, pattern: str) -> str:
@@ -62,7 +62,7 @@ def test_a_fault(cluster, tmp_path, undisturbed, table, fault, moment):
     options = SMALL | undisturbed.data | EVERY_2 | fault.options
     variables = {**fault.variables, **disturbed(tmp_path, fault.disturbance(moment))}
     assert undisturbed.tensors
-    job = SlurmJob(cluster, tmp_path, options, script=fault.script, variables=variables)
+    job = SlurmJob(cluster, tmp_path, options, variables=variables)
     cluster.wait_until((tmp_path / "started").exists, 180, f"a rank is disturbed {moment}")
     in_a_save = moment == SAVE and fault.disturb is None
     if in_a_save:

@@ -7,8 +7,8 @@ import pytest
 
 from moe_parallel.config import Config, make_config, parse_command_line
 from moe_parallel.config.config import common_options, expert_selection, selection_options
-from moe_parallel.config.launching import launching_flags
 from moe_parallel.config.option import Option
+from moe_parallel.config.parser import launching_flags
 from moe_parallel.errors import InputError
 
 INTEGERS = """

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_parallel.config import make_config, validate
-from moe_parallel.config.upcycling import dense_warmup_iters
+from moe_parallel.config.moe import dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.training.run_folder import dense_twin
 

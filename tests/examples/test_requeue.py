@@ -116,6 +116,27 @@ def test_the_number_of_starts_is_limited(folder):
     assert (code, printed) == (75, "not requeued: MAX_REQUEUES is 4\n")
 
 
+def test_a_lost_rank_is_started_again_in_the_job_first(folder):
+    restarts = 'echo "restarts: $TORCHELASTIC_RESTART_COUNT"; '
+    again = "restarts: 0\nstarting again: restart 1 of 2\nrestarts: 1\n"
+    good = _start(
+        folder, f"{restarts} [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 137", MAX_RESTARTS="2"
+    )
+    assert _end(good) == (0, again)
+    bad = _start(folder, f"{restarts} exit 76", MAX_RESTARTS="2")
+    requeued = "exit code 76: job 7 is requeued\nscontrol requeue 7\n"
+    assert _end(bad) == (76, f"{again}starting again: restart 2 of 2\nrestarts: 2\n{requeued}")
+
+
+def test_srun_that_finds_a_node_gone_when_it_starts_again_is_requeued(folder):
+    lost = _start(
+        folder, "[ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 76; exit 1", MAX_RESTARTS="3"
+    )
+    code, printed = _end(lost)
+    assert code == 1
+    assert printed.endswith("exit code 1: job 7 is requeued\nscontrol requeue 7\n")
+
+
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 @pytest.mark.parametrize("saving", ["", "sleep 0.5;"])
 def test_a_signal_reaches_the_command_and_its_exit_code_the_job(folder, number, requeued, saving):

@@ -64,7 +64,7 @@ def on_call(owner: Any, name: str, number: int, action: Callable[[], None]) -> N
 
 def pause_at_start() -> None:
     """Before Megatron-Core is imported, so before the ranks have met."""
-    from moe_parallel.platform import import_megatron as module
+    from moe_parallel.platform import megatron as module
 
     on_call(module, "import_megatron", 1, pause)
 
@@ -201,7 +201,7 @@ if __name__ == "__main__":
     here = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     if here == rank and not is_launcher and not os.path.exists("started"):
         if what != "pause_at_start":
-            from moe_parallel.platform.import_megatron import import_megatron
+            from moe_parallel.platform.megatron import import_megatron
 
             import_megatron()
         globals()[what]()

@@ -9,8 +9,8 @@ from unittest import mock
 
 import psutil
 
-from moe_parallel.config.launching import divide
-from moe_parallel.launch.job import run_job
+from moe_parallel.config.parser import divide
+from moe_parallel.launch.launcher import Launcher
 from moe_parallel.training.exit_codes import code_of
 from moe_parallel.training.signals import Stopped, StopRequest
 from tests.distributed import PRELOADED
@@ -28,7 +28,7 @@ class Launched(Job):
     def __init__(self, folder: Path, *arguments: str, ranks: int = 2) -> None:
         super().__init__(folder)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "moe_parallel.launch.job"])
+        context.set_forkserver_preload([*PRELOADED, "moe_parallel.launch.launcher"])
         line = ["--nproc-per-node", str(ranks), *arguments]
         self._process = context.Process(target=_be_launcher, args=(self._output_file, line))
         with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
@@ -73,7 +73,7 @@ def _be_launcher(output_file: Path, arguments: list[str]) -> None:
     stop = StopRequest()
     try:
         with stop.listening():
-            code = run_job(divide(arguments), str(FEW_STEPS), stop)
+            code = Launcher(divide(arguments), str(FEW_STEPS)).run()
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = code_of(stopped)

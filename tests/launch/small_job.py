@@ -17,9 +17,9 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the program does
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config.launching import divide
+from moe_parallel.config.parser import divide
 from moe_parallel.errors import InputError
-from moe_parallel.launch.job import run_job
+from moe_parallel.launch.launcher import Launcher
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
 from moe_parallel.training.failure import FailureChannel, leave, run
 from moe_parallel.training.job_store import join_store
@@ -37,11 +37,6 @@ def wait(stop: StopRequest) -> None:
 
 def bad_input(stop: StopRequest) -> None:
     raise InputError("--flag is 3: it must be 4")
-
-
-def stop_itself(stop: StopRequest) -> None:
-    """Leave another rank to end the job."""
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def die(stop: StopRequest) -> None:
@@ -65,9 +60,6 @@ def be_rank(what: str, where: int) -> None:
                 if step == 3 and rank == where and first_start:
                     open("started", "w").close()
                     globals()[what](stop)
-                if step == 3 and what == "stop_itself":
-                    time.sleep(3)
-                    raise InputError("--flag is 3: it must be 4")
                 asked = torch.tensor(float(stop.signal is not None))
                 dist.all_reduce(asked)
                 if asked > 0:
@@ -86,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     stop = StopRequest()
     try:
         with stop.listening():
-            return run_job(divide(arguments), __file__, stop)
+            return Launcher(divide(arguments), __file__).run()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

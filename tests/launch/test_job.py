@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.launch.launched import Launched
-from tests.program import Program, Torchrun, free_port
+from tests.program import Program, Torchrun
 from tests.tiers import rest_in_full
 
 SMALL_JOB = Path(__file__).with_name("small_job.py")
@@ -178,44 +178,3 @@ def test_ranks_without_their_launcher_leave(tmp_path):
         os.kill(job.pid, signal.SIGKILL)
         assert psutil.wait_procs(ranks, timeout=600)[1] == []
         assert sorted(job.output.splitlines()) == ["rank waits", "step 1", "step 2"]
-
-
-class _Nodes:
-    """Launchers of one job on two nodes, both simulated on this machine, each with one rank."""
-
-    def __init__(self, folder, *arguments):
-        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]
-        meet += ["--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "localhost"]
-        self.folder = folder
-        self.jobs = []
-        for name in ("a", "b"):
-            output = folder / name
-            output.mkdir()
-            (output / "started").symlink_to(folder / "started")
-            self.jobs.append(Program(output, 1, [*meet, *arguments], script=SMALL_JOB))
-
-    def __enter__(self):
-        return self.jobs
-
-    def __exit__(self, *error):
-        for job in self.jobs:
-            job.__exit__(*error)
-
-
-@pytest.mark.full
-def test_a_node_whose_only_rank_is_stopped_ends_with_the_job(tmp_path):
-    with _Nodes(tmp_path, "stop_itself", "1") as jobs:
-        assert [job.finish(120) for job in jobs] == [2, 2]
-        assert jobs[0].output.count("error: ") + jobs[1].output.count("error: ") == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("what", "words", "code"), [("die", ["--max-restarts", "1"], 0), ("bad_input", [], 2)]
-)
-def test_two_nodes_end_with_one_code_and_one_line(tmp_path, what, words, code):
-    with _Nodes(tmp_path, *words, what, "1") as jobs:
-        assert [job.finish() for job in jobs] == [code, code]
-        printed = "".join(job.output for job in jobs)
-    assert printed.count("error: ") == 1
-    assert printed.count(WHOLE) == (code == 0)

@@ -2,26 +2,24 @@
 
 import pytest
 
-from moe_parallel.config.launching import SHUTDOWN_TIMEOUT, divide
+from moe_parallel.config.parser import SHUTDOWN_TIMEOUT, divide
 from moe_parallel.errors import InputError
 
 
 def test_no_flag_of_the_launcher():
     line = ["--config", "a.yaml", "--data-path", "0.7", "a", "0.3", "b", "--init-std", "-1"]
     options = divide(line)
-    assert options.launcher == ()
+    assert options.flag is None
     assert list(options.program) == line
     assert options.shutdown_timeout == SHUTDOWN_TIMEOUT
     assert options.max_restarts == 0
 
 
 def test_flags_are_found_wherever_they_are():
-    options = divide(
-        "--data-path a b --nproc_per_node=2 --lr 3 --max-restarts 1 --standalone --bf16".split()
-    )
+    options = divide("--data-path a b --nproc_per_node=2 --lr 3 --max-restarts 1 --bf16".split())
     assert options.program == ("--data-path", "a", "b", "--lr", "3", "--bf16")
-    assert options.launcher == ("--nproc-per-node", "2", "--max-restarts", "1", "--standalone")
-    assert (options.processes, options.nodes, options.max_restarts) == ("2", None, 1)
+    assert options.flag == "--nproc-per-node"
+    assert (options.processes, options.max_restarts) == ("2", 1)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,8 @@ def test_flags_are_found_wherever_they_are():
         ("--nproc-per-node many", "--nproc-per-node is many: it must be a number, or auto, cpu"),
         ("--nproc-per-node 0", "--nproc-per-node is 0: it must be"),
         ("--nproc-per-node=-1", "--nproc-per-node is -1: it must be"),
-        ("--nnodes 1:", "--nnodes is 1:: it must be a number, or MIN:MAX"),
+        ("--nnodes 2", "--nnodes is a flag of torchrun: start several nodes by srun"),
+        ("--rdzv_backend=c10d", "--rdzv_backend is a flag of torchrun: "),
         ("--nproc-per-node", "--nproc-per-node: expected one argument"),
     ],
 )

@@ -80,6 +80,14 @@ def test_a_launcher_inside_torchrun_is_refused():
     assert _at_once("--nproc-per-node", "2", RANK="1", TORCHELASTIC_RUN_ID="x")[2] == []
 
 
+def test_a_launcher_among_tasks_of_srun_is_refused():
+    task = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    code, _, said = _at_once("--nproc-per-node", "2", SLURM_PROCID="0", **task)
+    assert code == 2
+    assert said[0].startswith("error: --nproc-per-node is for a start on one node, and srun has")
+    assert _at_once("--nproc-per-node", "2", SLURM_PROCID="1", **task)[2] == []
+
+
 @pytest.mark.full
 def test_bad_input_that_only_ranks_can_see(tmp_path):
     wrong = SMALL | small_data(tmp_path) | {"load": tmp_path / "none", "save": tmp_path / "run"}

@@ -1,9 +1,14 @@
 """The choice of the device and the backend."""
 
+import mmap
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
 from moe_parallel.errors import InputError
+from moe_parallel.platform import device as memory
 from moe_parallel.platform.device import choose_backend, default_backend, device, peak_memory
 from tests.distributed import run_distributed
 
@@ -54,6 +59,64 @@ def test_nccl_without_cuda_is_refused(no_cuda):
         choose_backend("nccl")
 
 
-def test_an_unknown_backend_is_refused(cuda):
-    with pytest.raises(InputError, match="--distributed-backend mpi .*gloo, nccl"):
-        choose_backend("mpi")
+V1 = "9:name=systemd:/\n4:memory:/jobs/one\n0::/\n"
+
+
+def group(folder: Path, *, limit: str, used: int, pages: int, names: tuple[str, str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_name, used_name, pages_name = names
+    (folder / limit_name).write_text(f"{limit}\n")
+    (folder / used_name).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{pages_name} {pages}\n")
+
+
+NAMES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+NAMES_2 = ("memory.max", "memory.current", "file")
+
+
+def left(tmp_path: Path, own: str) -> list[int]:
+    (tmp_path / "cgroup").write_text(own)
+    return list(memory._left_by_cgroups(tmp_path / "sys", tmp_path / "cgroup"))
+
+
+def test_version_2(tmp_path: Path) -> None:
+    group(tmp_path / "sys/a/b", limit="1000", used=700, pages=100, names=NAMES_2)
+    group(tmp_path / "sys/a", limit="max", used=900, pages=0, names=NAMES_2)
+    assert left(tmp_path, "0::/a/b\n") == [400]
+    group(tmp_path / "sys/a", limit="950", used=900, pages=0, names=NAMES_2)
+    assert sorted(left(tmp_path, "0::/a/b\n")) == [50, 400]
+    # In a container the root is the container's own group.
+    group(tmp_path / "sys", limit="100", used=200, pages=50, names=NAMES_2)
+    assert left(tmp_path, "0::/\n") == [0]
+
+
+def test_version_1(tmp_path: Path) -> None:
+    group(tmp_path / "sys/memory/jobs/one", limit="1000", used=300, pages=200, names=NAMES_1)
+    group(tmp_path / "sys/memory", limit=str(2**63 - 4096), used=900, pages=0, names=NAMES_1)
+    assert min(left(tmp_path, V1)) == 900
+
+
+@pytest.mark.parametrize("own", ["", "0::/\n", "4:memory:/jobs/none\n", "0::/../outside\n"])
+def test_no_limit(tmp_path: Path, own: str) -> None:
+    assert left(tmp_path, own) == []
+
+
+def test_a_host_without_control_groups(tmp_path: Path) -> None:
+    assert list(memory._left_by_cgroups(tmp_path, tmp_path / "none")) == []
+
+
+def test_released_memory_can_be_needed_again() -> None:
+    # A map of its own: an allocator may keep what is freed, or place it in memory that the process
+    # already has.
+    held = mmap.mmap(-1, 2**26)
+    for page in range(0, 2**26, mmap.PAGESIZE):
+        held[page] = 1
+    before = memory.memory_to_regain()
+    held.close()
+    assert memory.memory_to_regain() >= before + 0.9 * 2**26
+
+
+def test_this_host() -> None:
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    assert 0 < memory.free_memory() <= total
+    assert memory.memory_owner() == memory.memory_owner()

@@ -11,14 +11,14 @@ import os
 import sys
 from pathlib import Path
 
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.megatron import suppress_warnings
 
 suppress_warnings()  # before Megatron-Core is imported
 
 import torch  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from moe_parallel.platform.gradient_loops import replace_gradient_loops  # noqa: E402
+from moe_parallel.platform.gradients import replace_gradient_loops  # noqa: E402
 from tests.training.tiny_run import Layout, TinyRun  # noqa: E402
 
 STEPS = 6

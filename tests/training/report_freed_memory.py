@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from moe_parallel.launch.program import main
-from moe_parallel.platform.import_megatron import import_megatron
+from moe_parallel.platform.megatron import import_megatron
 
 MIB = 1 << 20
 

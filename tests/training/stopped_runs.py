@@ -15,9 +15,8 @@ from typing import Any
 from unittest import mock
 
 from moe_parallel.telemetry import metrics
-from moe_parallel.telemetry.journal import Journal
-from moe_parallel.telemetry.metrics import MetricsWriter
-from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
+from moe_parallel.telemetry.metrics import Journal, MetricsWriter
+from moe_parallel.telemetry.sinks import TensorBoardSink
 from moe_parallel.training import loop, pretrain
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.folder import CheckpointFolder

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from moe_parallel.training import deadline as deadline_module
 from moe_parallel.training.deadline import Deadline
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
-from moe_parallel.training.job_store import LAUNCHER
+from moe_parallel.training.job_store import STARTED
 from tests.distributed import run_distributed
 from tests.program import (
     SMALL,
@@ -24,8 +24,7 @@ from tests.program import (
     stored_tensors,
 )
 
-LAUNCHER_PID = 4
-STARTED = {LAUNCHER_PID: 940.0, None: 970.0}  # on a clock that shows 1000
+JOB_BEGAN, PROCESS_BEGAN = 940.0, 970.0  # on a clock that shows 1000
 
 
 class Clock:
@@ -45,12 +44,10 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(deadline_module, "time", clock)
-    monkeypatch.delenv(LAUNCHER, raising=False)
+    monkeypatch.delenv(STARTED, raising=False)
 
-    def process(pid: int | None = None) -> Any:
-        return SimpleNamespace(create_time=lambda: STARTED[pid])
-
-    monkeypatch.setattr(deadline_module.psutil, "Process", process)
+    process = SimpleNamespace(create_time=lambda: PROCESS_BEGAN)
+    monkeypatch.setattr(deadline_module.psutil, "Process", lambda: process)
     return clock
 
 
@@ -68,8 +65,8 @@ def test_a_step_that_would_pass_the_limit_is_not_begun(clock: Clock) -> None:
     assert _answers(clock, Deadline(1), 15, 1) == [False, True]
 
 
-def test_the_launcher_started_earlier(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHER, str(LAUNCHER_PID))
+def test_the_job_began_earlier(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTED, str(JOB_BEGAN))
     assert _answers(clock, Deadline(1.5), 15) == [False]
     assert _answers(clock, Deadline(1.49), 15) == [True]
 

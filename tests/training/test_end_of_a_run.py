@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 from matplotlib.figure import Figure
 
-from moe_parallel.telemetry.journal import Journal
-from moe_parallel.telemetry.metrics import TIMING
+from moe_parallel.telemetry.metrics import TIMING, Journal
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_and_draw, pretrain_here, small_data
 

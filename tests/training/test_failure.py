@@ -32,7 +32,7 @@ from moe_parallel.training.failure import (
     lost_connection,
     run,
 )
-from moe_parallel.training.job_store import ATTEMPT, connect_ranks, join_store
+from moe_parallel.training.job_store import connect_ranks, join_store
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import Stopped, StopRequest
 from tests.distributed import run_distributed
@@ -256,25 +256,6 @@ def test_a_launcher_that_is_gone_before_there_is_a_store(tmp_path):
         assert ranks.finish() == [EXIT_INTERRUPTED]
         last = ranks.output.splitlines()[-1]
     assert last == "the launcher is gone before training began; there was nothing to save"
-
-
-def _main_of_two_nodes():
-    """The launcher of the second node is killed before its rank has joined the other."""
-    os.environ[ATTEMPT] = "first"
-    if os.environ["RANK"] == "1":
-        os.environ["GROUP_RANK"] = "1"
-        leave_with_launcher(1 if os.getppid() != 1 else 2, StopRequest())
-        time.sleep(600)
-    _job(_wait_in_collective)
-
-
-@pytest.mark.full
-def test_a_launcher_that_is_gone_before_its_ranks_have_joined_ends_the_other_nodes(tmp_path):
-    with Ranks(tmp_path, 2, _main_of_two_nodes) as ranks:
-        assert ranks.finish() == [EXIT_INTERRUPTED, EXIT_INTERRUPTED]
-        said = ranks.output
-    assert said.count("the launcher") == 1
-    assert f"the launcher on {socket.gethostname()} is gone before training began" in said
 
 
 def _main_that_begins_without_launcher(rank):

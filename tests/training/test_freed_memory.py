@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.platform import freed_memory
+from moe_parallel.platform import device as freed_memory
 from tests.program import Program
 
 SCRIPT = Path(__file__).with_name("report_freed_memory.py")

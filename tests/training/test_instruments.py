@@ -77,7 +77,7 @@ def test_without_a_peak_or_readings(tmp_path: Path) -> None:
 
 def _joules() -> dict[str, float]:
     """The record of a rank whose GPU draws 500 W."""
-    instruments_module.over_ranks = lambda means, device: {"gpu_watts": 500.0}
+    instruments_module.over_ranks = lambda means: {"gpu_watts": 500.0}
     return Instruments(make_config({}), 100).record(make_config({}), 250.0, [])
 
 

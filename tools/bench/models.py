@@ -32,8 +32,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
-from moe_parallel.platform.freed_memory import keep_freed_memory
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.device import keep_freed_memory
+from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.about import about

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.config.forced_routing import parse_forced_routing
 from moe_parallel.errors import InputError
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.tool import Tool, check_positive
 from tools.bench.about import about
 from tools.bench.benchmark import words

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.platform.freed_memory import keep_freed_memory
+from moe_parallel.platform.device import keep_freed_memory
 from moe_parallel.tool import Tool
 from tools.bench import benchmark
 from tools.bench.about import about

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.megatron import suppress_warnings
 
 suppress_warnings()  # before Megatron-Core is imported
 

@@ -34,7 +34,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import NODES, one_node
 from moe_parallel.tool import Tool, check_positive, last_line
 
-JOB = ROOT / "examples" / "slurm" / "pretrain_srun.sbatch"
+JOB = ROOT / "examples" / "slurm" / "pretrain.sbatch"
 
 
 def main(arguments: list[str]) -> int:

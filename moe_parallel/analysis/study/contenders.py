@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_parallel.config import CheckpointConfig, DataConfig, LoggingConfig
+from moe_parallel.config.command_line import expert_options, foreign_options
 from moe_parallel.config.config import (
     EXPERT_SELECTION,
     Config,
@@ -23,7 +24,6 @@ from moe_parallel.config.config import (
 )
 from moe_parallel.config.message import as_typed, flag
 from moe_parallel.config.option import options
-from moe_parallel.config.replaced import expert_options, foreign_options
 from moe_parallel.errors import InputError
 
 DENSE = "dense"

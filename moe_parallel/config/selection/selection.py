@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from moe_parallel.config.message import flag, shown
-from moe_parallel.config.section import Section
+from moe_parallel.config.option import Section
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:

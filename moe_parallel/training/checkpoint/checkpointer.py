@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.errors import InputError
-from moe_parallel.platform.megatron_version import installed_version
+from moe_parallel.platform.megatron import installed_version
 from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_parallel.platform.megatron_version import installed_version
+from moe_parallel.platform.megatron import installed_version
 from moe_parallel.training.checkpoint.files import check_complete, describe_files, list_files
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
 from moe_parallel.training.checkpoint.index import TENSOR_INDEX

@@ -19,7 +19,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import exchange
-from moe_parallel.platform.memory import free_host_memory, host_memory_owner, memory_to_regain
+from moe_parallel.platform.device import free_host_memory, host_memory_owner, memory_to_regain
 from moe_parallel.training.checkpoint.optimizer import STATE_PREFIX
 from moe_parallel.training.checkpoint.tensors import Shards
 

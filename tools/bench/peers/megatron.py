@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.config import Config
-from moe_parallel.platform.suppress_warnings import suppress_warnings
+from moe_parallel.platform.megatron import suppress_warnings
 from tools.bench.contender import Absent, BenchContender, Unavailable, invite
 from tools.bench.layer import RoutedLayerWork
 

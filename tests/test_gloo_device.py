@@ -7,9 +7,8 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups, share_gloo_device
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
-from moe_parallel.platform.gloo_device import share_gloo_device
 from tests.distributed import run_distributed
 
 

@@ -1,8 +1,11 @@
 """What clipping does with all gradients, where Transformer Engine and Apex are absent: their norm,
 and their product with a number.
 
-The functions have the signatures of Apex's `multi_tensor_l2norm` and `multi_tensor_scale`, which
-Megatron-Core calls. Only the tensors, the size of a chunk and the scale are used.
+For the norm Megatron-Core's own loop launches a kernel for each tensor and then waits for each, and
+for clipping it copies each tensor twice. (A profile of 732 M parameters had 87 such waits in a
+step.) torch's operators on lists of tensors take their place. The functions have the signatures of
+Apex's `multi_tensor_l2norm` and `multi_tensor_scale`, which Megatron-Core calls. Only the tensors,
+the size of a chunk and the scale are used.
 """
 
 from __future__ import annotations
@@ -81,3 +84,18 @@ def scale_list(
         torch._foreach_copy_(targets, sources)
     if scale != 1:
         torch._foreach_mul_(targets, scale)
+
+
+def replace_gradient_loops() -> None:
+    """Let Megatron-Core call these functions, unless one of the packages is there.
+
+    A second call does nothing. The norm of a CPU host stays.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm_of_list
+    for module in (clip_grads, optimizer):
+        if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+            module.multi_tensor_scale_impl = scale_list

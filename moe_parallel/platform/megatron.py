@@ -1,12 +1,93 @@
-"""Suppresses messages of Megatron-Core, on import and building, that users cannot act on."""
+"""Megatron-Core: the versions that this project supports, and its first import in a program.
+
+The code is the same for all versions; what only some need stands in `cpu_host.REPLACED`.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+from unittest import mock
 
 import torch
+from packaging.specifiers import SpecifierSet
+
+from moe_parallel.errors import InputError
+
+#: Those of pyproject.toml. CI runs 0.16.1, the last one for Python 3.11, and 0.19.2.
+SUPPORTED = ">=0.16.1,<0.20"
+INSTALL = f"pip install 'megatron-core{SUPPORTED}'"
+
+
+def installed_version() -> str:
+    """The version of the installed megatron-core.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise InputError(f"megatron-core is not installed: {INSTALL}") from None
+
+
+def check_megatron_version() -> str:
+    """Returns the installed version of megatron-core.
+
+    Raises:
+        InputError: it is missing, or its version is not a supported one.
+    """
+    version = installed_version()
+    if version not in SpecifierSet(SUPPORTED):
+        raise InputError(
+            f"megatron-core {version} is installed, and this project is written for "
+            f"{SUPPORTED}: {INSTALL}"
+        )
+    return version
+
+
+def import_megatron() -> None:
+    """Import megatron.core. Call it before any other import of it.
+
+    Megatron-Core decorates small functions with torch.compile, which imports torch's Inductor for
+    more than a second. No model here calls these functions (every fusion in
+    `model.transformer_config` is off), so without a GPU they stay as they are.
+
+    Megatron-Core's own logging and inference import wandb, if it is installed, for almost a second.
+    Neither is used here: `telemetry` imports wandb when a run asks for it.
+    """
+    suppress_warnings()
+    with _hidden("wandb"):
+        if torch.cuda.is_available():
+            import_module("megatron.core")
+            return
+        with mock.patch.object(torch, "compile", _as_it_is):
+            from megatron.core.jit import disable_jit_fuser
+    disable_jit_fuser()  # for the modules that are imported later
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """The package cannot be imported, unless it has been before."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """torch.compile, as a decorator with or without arguments, that compiles nothing."""
+    return (lambda decorated: decorated) if function is None else function
 
 
 @dataclass(frozen=True)
@@ -82,9 +163,14 @@ NOTICES = (
     ),
 )
 
-#: They say what a host without a GPU lacks.
+#: They are about GPUs, on a host without one.
 NOTICES_ABOUT_GPUS = (
     Notice("No CUDA runtime is found", "there is no GPU", logger="torch.utils.cpp_extension"),
+    Notice(
+        "CPU RNG state changed within GPU RNG context",
+        "the forked generator is the CPU's, so that its state moves is the point",
+        logger="megatron.core.tensor_parallel.random",
+    ),
 )
 
 

@@ -1,5 +1,7 @@
-"""The accepted versions of Megatron-Core."""
+"""A program's first import of Megatron-Core leaves Inductor and wandb out, and torch as it was."""
 
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -7,7 +9,34 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
+from moe_parallel.platform.megatron import SUPPORTED, check_megatron_version
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+import torch
+compile_before = torch.compile
+from moe_parallel.platform.megatron import import_megatron
+import_megatron()
+import moe_parallel.training.pretrain
+print(*sys.modules)
+assert torch.compile is compile_before
+double = torch.compile(lambda x: 2 * x, backend="eager")
+assert double(torch.ones(1)).item() == 2
+import wandb
+"""
+
+
+@pytest.mark.full  # Inductor would cost each process a second, and no more
+def test_inductor_and_wandb_are_not_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.split()
+    assert "megatron.core.optimizer" in modules
+    assert not {"torch._inductor.compile_fx", "matplotlib", "wandb"} & set(modules)
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.19.2"])
