@@ -19,8 +19,7 @@ from moe_parallel.huggingface.folder import ONE_FILE, WEIGHT_INDEX
 from moe_parallel.huggingface.steps import Step
 from moe_parallel.optional import import_optional
 from moe_parallel.training.checkpoint.optimizer import MASTER
-from moe_parallel.training.checkpoint.tensors import read_whole
-from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
+from moe_parallel.training.checkpoint.tensors import Entries, read_whole, tensor_entries
 
 #: The tensors of a checkpoint that are not weights: the optimizer's state, and that of balancing.
 _OPTIMIZER = "optimizer."

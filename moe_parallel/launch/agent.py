@@ -28,16 +28,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from moe_parallel.training.exit_codes import (
+from moe_parallel.training.failure import ATTEMPT, LAUNCHER, FailureChannel, tell, visit_store
+from moe_parallel.training.signals import (
     EXIT_CTRL_C,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_KILLED,
     FINAL,
+    StopRequest,
+    handle_stop_signals,
 )
-from moe_parallel.training.failure import FailureChannel, tell
-from moe_parallel.training.job_store import ATTEMPT, LAUNCHER, visit_store
-from moe_parallel.training.signals import StopRequest, handle_stop_signals
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
 _WATCH_SECONDS = 0.5  # between two looks at the job's exit code

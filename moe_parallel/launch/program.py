@@ -16,8 +16,14 @@ from moe_parallel.config import Config, parse_command_line, read_command_line, v
 from moe_parallel.config.launching import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import (
+    EXIT_BAD_INPUT,
+    EXIT_LOST,
+    Stopped,
+    StopRequest,
+    code_of,
+    reader_gone,
+)
 from moe_parallel.training.starts import keep_command
 
 
@@ -58,8 +64,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
     _silence_torch()
-    from moe_parallel.training.failure import leave_with_launcher
-    from moe_parallel.training.job_store import LAUNCHER
+    from moe_parallel.training.failure import LAUNCHER, leave_with_launcher
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)

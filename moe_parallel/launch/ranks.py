@@ -12,8 +12,7 @@ from moe_parallel.config.launching import divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.tool import Tool
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import EXIT_BAD_INPUT, EXIT_LOST, Stopped, StopRequest, code_of
 
 
 def run_on_ranks(
@@ -87,8 +86,15 @@ def _be_rank(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from moe_parallel.collective_errors import StorageError
     from moe_parallel.platform.import_megatron import import_megatron
-    from moe_parallel.training.failure import FailureChannel, leave_with_launcher, run
-    from moe_parallel.training.job_store import LAUNCHER, MEETING, connect_ranks, join_store
+    from moe_parallel.training.failure import (
+        LAUNCHER,
+        MEETING,
+        FailureChannel,
+        connect_ranks,
+        join_store,
+        leave_with_launcher,
+        run,
+    )
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)

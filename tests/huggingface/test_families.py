@@ -26,7 +26,7 @@ from moe_parallel.huggingface.families import (
     family_of_model,
 )
 from moe_parallel.huggingface.fields import Fields
-from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
+from moe_parallel.training.checkpoint.tensors import read_in_groups, tensor_entries
 from tests.huggingface.imported import run_of
 from tests.huggingface.models import LLAMA3, MODELS, SIZES, build, save
 from tests.tiers import rest_in_full

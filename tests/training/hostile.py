@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.training.checkpoint.files import describe_files, list_files
-from moe_parallel.training.checkpoint.random import random_state
+from moe_parallel.training.checkpoint.record import describe_files, list_files
+from moe_parallel.training.checkpoint.state import random_state
 
 MARKER = "this_ran"
 

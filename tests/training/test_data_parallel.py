@@ -7,8 +7,8 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.training import data_parallel
-from moe_parallel.training.data_parallel import PIECE, add_in_pieces
+from moe_parallel.training import optimizer as data_parallel
+from moe_parallel.training.optimizer import PIECE, add_in_pieces
 from tests import systems
 from tests.distributed import run_distributed
 from tests.model.small_gpt import SIZES, build, micro_batches

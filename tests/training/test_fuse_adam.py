@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from moe_parallel.training.optimizer_parts import fuse_adam, optimizer_parts
+from moe_parallel.training.optimizer import fuse_adam, optimizer_parts
 from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, Layout, TinyRun

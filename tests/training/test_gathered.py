@@ -3,7 +3,7 @@
 import torch
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.training.gathered import gather_weights
+from moe_parallel.training.optimizer import gather_weights
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, OVERLAP, Layout, TinyRun
 

@@ -11,12 +11,12 @@ import pytest
 from torch import distributed as dist
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import snapshot
-from moe_parallel.training.checkpoint import writer as checkpoint_writer
+from moe_parallel.training.checkpoint import saving as checkpoint_writer
+from moe_parallel.training.checkpoint import saving as snapshot
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.signals import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tools.test_checkpoint import said

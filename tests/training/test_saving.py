@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import writer
+from moe_parallel.training.checkpoint import saving as writer
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.run_lock import locked_folder

@@ -31,7 +31,7 @@ from moe_parallel.analysis.study.terms import TERMS
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
-from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
+from moe_parallel.training.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 
 
 def main(arguments: list[str]) -> int:

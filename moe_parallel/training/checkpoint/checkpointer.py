@@ -26,16 +26,7 @@ from megatron.core.utils import unwrap_model
 from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron_version import installed_version
-from moe_parallel.training.checkpoint.background import Background
-from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
-from moe_parallel.training.checkpoint.fp8 import (
-    fp8_state,
-    fp8_state_facts,
-    fp8_state_to_read,
-    set_fp8_state,
-)
-from moe_parallel.training.checkpoint.model import check_tensors, model_tensors, placed_tensors
 from moe_parallel.training.checkpoint.optimizer import (
     Piece,
     adam_step,
@@ -47,15 +38,27 @@ from moe_parallel.training.checkpoint.optimizer import (
     pieces,
     set_adam_step,
 )
-from moe_parallel.training.checkpoint.random import random_state, set_random_state
 from moe_parallel.training.checkpoint.record import (
     FORMAT,
     UNSEALED,
     Expected,
     as_json,
+    check_content,
     checked_record,
+    rank_share,
 )
-from moe_parallel.training.checkpoint.snapshot import Snapshot
+from moe_parallel.training.checkpoint.saving import Background, Snapshot, Writer, last_good
+from moe_parallel.training.checkpoint.state import (
+    check_tensors,
+    fp8_state,
+    fp8_state_facts,
+    fp8_state_to_read,
+    model_tensors,
+    placed_tensors,
+    random_state,
+    set_fp8_state,
+    set_random_state,
+)
 from moe_parallel.training.checkpoint.tensors import (
     of_this_rank,
     read_tensors,
@@ -63,9 +66,8 @@ from moe_parallel.training.checkpoint.tensors import (
     stored_tensors,
 )
 from moe_parallel.training.checkpoint.upcycling import DenseReader
-from moe_parallel.training.checkpoint.writer import Writer, last_good, rank_share
-from moe_parallel.training.gathered import gather_weights
-from moe_parallel.training.stream import Stream
+from moe_parallel.training.optimizer import gather_weights
+from moe_parallel.training.text import Stream
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from moe_parallel.collective_errors import StorageError
 from moe_parallel.reading import open_regular
 
 TENSOR_INDEX = ".metadata"
+COMMON = "common.pt"  # the plain values, which have no use here and are not read
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 

@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_PREFIX = "optimizer.state."

@@ -8,7 +8,7 @@ from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import DIVERGED
 from moe_parallel.analysis.study.sweep import Sweep, grid_of, lr_options
 from moe_parallel.errors import InputError
-from moe_parallel.training.exit_codes import EXIT_DIVERGED
+from moe_parallel.training.signals import EXIT_DIVERGED
 from tests.analysis.study_folder import SHARED
 
 GRID = (0.001, 0.003, 0.009)

@@ -14,15 +14,14 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
-from moe_parallel.training.checkpoint import snapshot
+from moe_parallel.training.checkpoint import saving as checkpoint_writer
+from moe_parallel.training.checkpoint import saving as snapshot
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
-from moe_parallel.training.checkpoint import writer as checkpoint_writer
-from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
-from moe_parallel.training.checkpoint.compare import compare
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.checkpoint.inspection import compare
 from moe_parallel.training.checkpoint.record import read_record
-from moe_parallel.training.checkpoint.snapshot import NoMemory
+from moe_parallel.training.checkpoint.saving import Background, NoMemory
 from moe_parallel.training.failure import Diverged
 from tests.distributed import RankError, run_distributed
 from tests.tiers import rest_in_full

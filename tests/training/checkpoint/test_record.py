@@ -8,8 +8,12 @@ import pytest
 
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.files import describe_files
-from moe_parallel.training.checkpoint.record import FORMAT, checked_file, read_record
+from moe_parallel.training.checkpoint.record import (
+    FORMAT,
+    checked_file,
+    describe_files,
+    read_record,
+)
 
 DATA = {"name": "text", "weight": None, "idx": "1f", "bin": None}
 STREAM = {"made_of": {"--seed": 1, "--data-path": [DATA]}, "first": 0, "ends": [160]}
