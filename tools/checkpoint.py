@@ -114,13 +114,13 @@ def _verify(own: argparse.Namespace) -> None:
 def _show(own: argparse.Namespace) -> None:
     from moe_parallel.training.checkpoint import inspection as inventory
     from moe_parallel.training.checkpoint.folder import find_checkpoint
-    from moe_parallel.training.checkpoint.tensors import stored_tensors
+    from moe_parallel.training.checkpoint.index import stored_shapes
 
     checkpoint = find_checkpoint(own.checkpoint)
     for name, value in list(inventory.checkpoint_facts(checkpoint, digest=own.digest)):
         print(f"{name:<18}{value}")
     if own.tensors:
-        for key, shape in sorted(stored_tensors(checkpoint).items()):
+        for key, shape in sorted(stored_shapes(checkpoint).items()):
             print(f"  {key}  {list(shape)}")
 
 

@@ -184,9 +184,9 @@ def nan_in_a_step() -> None:
 
 
 def nan_in_a_save() -> None:
-    from moe_parallel.training import saves
+    from moe_parallel.training import loop
 
-    on_call(saves.Saves, "save", 2, poison)
+    on_call(loop.Saves, "save", 2, poison)
 
 
 def nan_in_an_evaluation() -> None:

@@ -10,7 +10,7 @@ FAULTS_OF_RUNS = [
         "moe_parallel/data/sampler.py",
         "range(consumed_samples, len",
         "range(consumed_samples + bool(consumed_samples), len",
-        ("tests/data/test_sampler.py", "tests/training/test_resume.py"),
+        ("tests/data/test_sampler.py", "tests/training/test_systems.py"),
     ),
     Fault(
         "held-out samples are ordered by --seed",
@@ -59,12 +59,12 @@ FAULTS_OF_RUNS = [
         f"{TRAINING}/optimizer.py",
         "    fuse_adam(optimizer)\n",
         "",
-        ("tests/training/test_fuse_adam.py",),
+        ("tests/training/test_optimizer.py",),
     ),
     Fault(
         "random states are not restored",
-        f"{TRAINING}/checkpoint/checkpointer.py",
-        'agree(lambda: set_random_state(loaded["random"]))',
+        f"{TRAINING}/checkpoint/state.py",
+        "set_random_state(loaded[_RANDOM])",
         "pass",
         ("tests/training/checkpoint", "tests/training/test_systems.py"),
     ),
@@ -134,7 +134,7 @@ FAULTS_OF_RUNS = [
     Fault(
         "an asynchronous save writes the weights of a later step",
         f"{TRAINING}/checkpoint/saving.py",
-        "return replace(snapshot, shards=self._memory.copy(snapshot.shards))",
+        "return replace(snapshot, values=self._memory.copy(snapshot.values))",
         "return snapshot",
         ("tests/training/checkpoint/test_async_save.py", "tests/training/test_saves.py"),
     ),

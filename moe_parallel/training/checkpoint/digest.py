@@ -42,8 +42,8 @@ from moe_parallel.training.checkpoint.optimizer import (
     moment_tensors,
     pieces,
 )
-from moe_parallel.training.checkpoint.state import model_tensors, placed_tensors
-from moe_parallel.training.checkpoint.tensors import read_in_groups, tensor_entries
+from moe_parallel.training.checkpoint.state import model_tensors
+from moe_parallel.training.checkpoint.tensors import sharded_tensors, whole_tensors
 from moe_parallel.training.optimizer import gather_weights
 
 #: Elements whose products, of int64, are in memory at a time: they fit in a CPU's cache.
@@ -74,8 +74,8 @@ def state_digest(
     gather_weights(chunks)
     model = model_tensors(chunks)
     held = pieces(optimizer, model)
-    weights = placed_tensors(model)
-    tensors = [*weights, *moment_tensors(held).values(), *master_tensors(held).values()]
+    weights = sharded_tensors(model)
+    tensors = [*weights, *moment_tensors(held), *master_tensors(held)]
     sums_N = torch.stack([_sum_of_shard(tensor) for tensor in tensors])
     counted_N = torch.tensor([is_main_replica(t.replica_id) for t in tensors]).to(sums_N.device)
     parts = (sums_N * counted_N).split([len(weights), len(tensors) - len(weights)])
@@ -87,17 +87,15 @@ def state_digest(
 def checkpoint_digest(checkpoint: Path) -> Digest:
     """The digest of the state in a checkpoint, on this process alone.
 
-    Every tensor is read, a group at a time. Raises StorageError if a file cannot be read.
+    Every tensor is read, one at a time. Raises StorageError if a file cannot be read.
     """
     weights = optimizer = 0
-    entries = tensor_entries(checkpoint)
-    for (group,) in read_in_groups(entries, entries, checkpoint):
-        for key, values in group.items():
-            amount = int(tensor_sum(key, values, (0,) * values.dim()))
-            if key.startswith(STATE_PREFIX):
-                optimizer += amount
-            else:
-                weights += amount
+    for key, values in whole_tensors(checkpoint):
+        amount = int(tensor_sum(key, values, (0,) * values.dim()))
+        if key.startswith(STATE_PREFIX):
+            optimizer += amount
+        else:
+            weights += amount
     return _digest(weights, optimizer)
 
 

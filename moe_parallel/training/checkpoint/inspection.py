@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,21 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.digest import checkpoint_digest
-from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder, copy_files
-from moe_parallel.training.checkpoint.index import TENSOR_INDEX, data_files, read_index
-from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, STATE_PREFIX
-from moe_parallel.training.checkpoint.record import (
-    FORMAT,
-    check_complete,
-    check_content,
-    describe_files,
-    is_whole,
-    list_files,
-    read_record,
-)
-from moe_parallel.training.checkpoint.tensors import (
-    Entries,
-    StoredPart,
-    read_in_groups,
-    stored_tensors,
+from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
+from moe_parallel.training.checkpoint.index import (
+    TENSOR_INDEX,
+    data_files,
+    read_index,
+    stored_shapes,
     tensor_entries,
-    write_parts,
+)
+from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, STATE_PREFIX, Box
+from moe_parallel.training.checkpoint.record import FORMAT, check_content, is_whole, read_record
+from moe_parallel.training.checkpoint.tensors import (
+    StoredPart,
+    whole_tensor,
+    whole_tensors,
+    write_alone,
 )
 from moe_parallel.training.run_lock import run_lock
 
@@ -89,7 +85,7 @@ def verify(checkpoint: Path) -> tuple[int, int]:
 def checkpoint_facts(checkpoint: Path, *, digest: bool) -> Iterator[tuple[str, Any]]:
     """What a checkpoint is, by name. `digest`: also the digest of its tensors, which reads all."""
     record = read_record(checkpoint)
-    tensors = stored_tensors(checkpoint)
+    tensors = stored_shapes(checkpoint)
     yield "checkpoint", checkpoint
     for name in ("iteration", "consumed_samples", "consumed_tokens"):
         yield name.replace("_", " "), f"{record['training'][name]:,}"
@@ -156,10 +152,10 @@ class TensorComparison:
 def compare(one: Path, other: Path) -> TensorComparison:
     """Compares all tensors of two checkpoints: weights, Adam's moments, and master weights.
 
-    The random states are not compared: each rank has its own. Two groups of tensors are in memory
-    at a time. Raises StorageError if a file cannot be read.
+    The random states are not compared: each rank has its own. Two tensors are in memory at a time.
+    Raises StorageError if a file cannot be read.
     """
-    first, second = tensor_entries(one), tensor_entries(other)
+    first, second = (tensor_entries(read_index(each)) for each in (one, other))
     differences = []
     for key in first.keys() ^ second.keys():
         where = one if key in first else other
@@ -171,15 +167,10 @@ def compare(one: Path, other: Path) -> TensorComparison:
             shared.append(key)
         else:
             differences.append(Difference(key, f"{kinds[0]} and {kinds[1]}"))
-    equal = 0
-    for values, others in read_in_groups(shared, first, one, other):
-        found = [
-            Difference(key, how)
-            for key in values
-            if (how := how_values_differ(values[key], others[key]))
-        ]
-        equal += len(values) - len(found)
-        differences += found
+    pairs = zip(whole_tensors(one, shared), whole_tensors(other, shared), strict=True)
+    found = {key: how_values_differ(values, others) for (key, values), (_, others) in pairs}
+    differences += [Difference(key, how) for key, how in found.items() if how is not None]
+    equal = sum(how is None for how in found.values())
     differences.sort(key=lambda difference: place_in_model(difference.key))
     return TensorComparison(equal, differences)
 
@@ -229,7 +220,7 @@ def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
 
     The tensors are the same to the bit. The random states and FP8's scales of the ranks are left
     out, so a run that continues from it starts them anew, as after any change of the layout. The
-    memory needed is that of the largest tensor, or 256 MiB.
+    memory needed is that of the largest tensor and two of its new parts.
 
     Raises:
         InputError: the checkpoint is damaged, or the folder has one of this iteration.
@@ -242,47 +233,41 @@ def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
     if iteration in folder.iterations():
         raise InputError(f"{folder.published_path(iteration)} exists already: name another folder")
     index = read_index(checkpoint)
-    writing = folder.begin(iteration)
-    try:
-        size = sum(piece.length for piece in index.storage_data.values())
-        states = _states(checkpoint, index)
-        parts = _parts(checkpoint, index, files)
-        write_parts(parts, writing, states, math.ceil(size / files), files)
-        copy_files(_other_files(checkpoint, record, index), writing)
-        described = describe_files(writing, list_files(writing))
-        check_complete(writing, described)
-        changed = {"format": FORMAT, "layout": {}, "fp8_state": None, "files": described}
-        return folder.publish(iteration, {**_unsealed(record), **changed}, None)
-    except BaseException:
-        folder.tidy()
-        raise
+    read = lru_cache(maxsize=1)(lambda key: whole_tensor(index, key, checkpoint))
+    entries = sorted(tensor_entries(index).items())
+    parts = [part for key, entry in entries for part in _cut(key, entry, files, read)]
+    size = sum(math.prod(part.sizes) * part.dtype.itemsize for part in parts)
+    new_record = {**record, "format": FORMAT, "layout": {}, "fp8_state": None}
+    new_record.pop("checksum", None)
+    return write_alone(
+        folder,
+        new_record,
+        _other_files(checkpoint, record, index),
+        parts,
+        _states(checkpoint, index),
+        math.ceil(size / files),
+        files,
+    )
 
 
-def _parts(checkpoint: Path, index: Metadata, files: int) -> Iterator[StoredPart]:
-    entries: Entries = {
-        key: entry
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    for (tensors,) in read_in_groups(entries, entries, checkpoint):
-        for key, tensor in tensors.items():
-            yield from _cut(key, tensor, files)
-
-
-def _cut(key: str, tensor: torch.Tensor, files: int) -> Iterator[StoredPart]:
+def _cut(
+    key: str, entry: TensorStorageMetadata, files: int, read: Callable[[str], torch.Tensor]
+) -> Iterator[StoredPart]:
     """Parts along the longest dimension."""
-    shape = tuple(tensor.shape)
-    if tensor.numel() == 0 or not shape:
-        yield StoredPart(key, shape, (0,) * len(shape), shape, tensor.dtype, lambda: tensor)
-        return
-    axis = shape.index(max(shape))
-    each = math.ceil(shape[axis] / files)
-    for begin in range(0, shape[axis], each):
-        length = min(each, shape[axis] - begin)
+    shape = tuple(entry.size)
+    axis, longest = (shape.index(max(shape)), max(1, *shape)) if shape else (0, 1)
+    each = math.ceil(longest / files)
+    for begin in range(0, longest, each):
         offset = tuple(begin if at == axis else 0 for at in range(len(shape)))
-        sizes = tuple(length if at == axis else whole for at, whole in enumerate(shape))
-        read = partial(tensor.narrow, axis, begin, length)
-        yield StoredPart(key, shape, offset, sizes, tensor.dtype, read)
+        sizes = tuple(
+            min(each, whole - begin) if at == axis else whole for at, whole in enumerate(shape)
+        )
+        part = partial(_part, read, key, Box(offset, sizes))
+        yield StoredPart(key, shape, offset, sizes, entry.properties.dtype, part)
+
+
+def _part(read: Callable[[str], torch.Tensor], key: str, box: Box) -> torch.Tensor:
+    return read(key)[box.slices((0,) * len(box.offsets))]
 
 
 def _states(checkpoint: Path, index: Metadata) -> dict[str, bytes]:
@@ -305,7 +290,3 @@ def _other_files(
     names = [name for name in record["files"] if name not in of_tensors]
     # A rank that holds no tensor may have written an empty file.
     return {name: checkpoint / name for name in names if not name.endswith(".distcp")}
-
-
-def _unsealed(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "checksum"}

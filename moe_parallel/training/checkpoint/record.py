@@ -1,6 +1,6 @@
 """checkpoint.json, a checkpoint's record of its run and its files, and what is checked with it.
 
-format          2. Format 1 had no checksum; it is read, with a warning
+format          2
 checksum        of all other fields, see data/sealed.py
 training        iteration, consumed_samples, consumed_tokens; unlogged, see loop.Interval
 stream          the samples in which the position counts, see text.py; null or absent: unknown
@@ -31,7 +31,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from moe_parallel.collective_errors import StorageError, agree
 from moe_parallel.data.sealed import read_sealed
 from moe_parallel.errors import Damaged, InputError
-from moe_parallel.reading import open_regular, parse_json, read_small
+from moe_parallel.reading import open_regular
 from moe_parallel.training.checkpoint.folder import (
     RECORD,
     CheckpointFolder,
@@ -42,7 +42,6 @@ from moe_parallel.training.checkpoint.folder import (
 from moe_parallel.training.checkpoint.index import COMMON, TENSOR_INDEX, data_files, read_index
 
 FORMAT = 2
-UNSEALED = 1  # the earlier format, without a checksum
 
 # A continued run keeps its schedule; another one would silently change the learning rate.
 SCHEDULE_FLAGS = {
@@ -96,15 +95,17 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     its name.
     """
     try:
-        record = _read(checkpoint / RECORD)
+        record = read_sealed(checkpoint / RECORD)
+        if type(record.get("format")) is not int:
+            raise ValueError("not the record of a checkpoint")
     except OSError:
         raise torn(checkpoint, f"{RECORD} is missing or unreadable") from None
     except ValueError as error:
         raise torn(checkpoint, f"{RECORD} is damaged ({error})") from None
-    if record["format"] not in (UNSEALED, FORMAT):
+    if record["format"] != FORMAT:
         raise InputError(
             f"--load {checkpoint}: its format is {record['format']}, and this program reads "
-            f"{UNSEALED} and {FORMAT}; load it with the version that wrote it"
+            f"{FORMAT}; load it with the version that wrote it"
         )
     if not _is_record(record):
         raise torn(checkpoint, f"{RECORD} is not the record of a checkpoint")
@@ -134,19 +135,6 @@ def checked_file(checkpoint: Path, name: str) -> Path:
         raise torn(checkpoint, f"{name} is missing")
     check_content(checkpoint, {name: files[name]}, slice(None))
     return checkpoint / name
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A record of either format; raises ValueError, OSError."""
-    record = parse_json(read_small(path))
-    is_unsealed = (
-        isinstance(record, dict) and record.get("format") == UNSEALED and "checksum" not in record
-    )
-    if not is_unsealed:
-        record = read_sealed(path)
-    if type(record.get("format")) is not int:
-        raise ValueError("not the record of a checkpoint")
-    return record
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:

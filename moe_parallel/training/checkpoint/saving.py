@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -47,7 +47,7 @@ from moe_parallel.training.checkpoint.record import (
     list_files,
     rank_share,
 )
-from moe_parallel.training.checkpoint.tensors import Shards, not_finite, write_tensors
+from moe_parallel.training.checkpoint.tensors import Sharded, not_finite, write_tensors
 from moe_parallel.training.failure import Diverged
 
 
@@ -56,7 +56,7 @@ class Snapshot:
     """This rank's part of a checkpoint that is to be written."""
 
     iteration: int
-    shards: Shards
+    values: list[Sharded]  # of this rank, also those that another one writes
     adam_step: int | None  # 0: this rank updates nothing; None: there is no optimizer
     record: dict[str, Any]  # the fields of checkpoint.json, see record.py, except the files
 
@@ -77,13 +77,13 @@ class HostCopy:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._memory = WeakIdKeyDictionary()  # the bytes of the copy of each storage
 
-    def check_memory(self, shards: Shards) -> None:
-        """Check that the ranks of each host can copy their shards. Collective.
+    def check_memory(self, values: list[Sharded]) -> None:
+        """Check that the ranks of each host can copy what they write. Collective.
 
         Raises:
             NoMemory: on every rank, if a host has too little memory.
         """
-        needed = sum(each.nbytes() for each in _storages(shards) if each not in self._memory)
+        needed = sum(each.nbytes() for each in _storages(values) if each not in self._memory)
         if needed:  # the next step allocates again what the last one has released
             needed += memory_to_regain()
         ranks = exchange((host_memory_owner(), needed, free_host_memory()))
@@ -96,21 +96,19 @@ class HostCopy:
                     f"memory, and {free / 2**30:,.1f} GiB are free"
                 )
 
-    def copy(self, shards: Shards) -> Shards:
-        """The shards, with copies of the weights and of the optimizer's state."""
+    def copy(self, values: list[Sharded]) -> list[Sharded]:
+        """The values, with copies of the weights and of the optimizer's state."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # None: nothing changes
-            for storage in _storages(shards):
+            for storage in _storages(values):
                 self._bytes_of(storage).copy_(_as_bytes(storage), non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        copied = {
-            key: [replace(each, data=self._view(each.data)) for each in of_key]
-            for key, of_key in shards.main.items()
-            if _only_updates_change(of_key[0])
-        }
-        return replace(shards, main=shards.main | copied)
+        return [
+            replace(each, data=self._view(each.data)) if _is_copied_later(each) else each
+            for each in values
+        ]
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The memory for the copy of a storage."""
@@ -140,20 +138,23 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def with_own_buffers(shards: Shards) -> Shards:
-    """The shards, with copies of buffers and objects, which a forward pass may change; small."""
-    own = {
-        key: [replace(each, data=_copy(each.data)) for each in of_key]
-        for key, of_key in shards.main.items()
-        if not _only_updates_change(of_key[0])
-    }
-    return replace(shards, main=shards.main | own)
+def with_own_buffers(values: list[Sharded]) -> list[Sharded]:
+    """The values, with copies of buffers and objects, which a forward pass may change; small."""
+    return [
+        each
+        if _is_copied_later(each) or not is_main_replica(each.replica_id)
+        else replace(each, data=_copy(each.data))
+        for each in values
+    ]
 
 
-def _only_updates_change(shard: Any) -> bool:
-    """Whether only an optimizer step changes it: a weight, or a part of the optimizer's state."""
-    return isinstance(shard, ShardedTensor) and (
-        shard.data.requires_grad or shard.key.startswith(STATE_PREFIX)
+def _is_copied_later(value: Sharded) -> bool:
+    """Whether this rank writes it, and only an optimizer step changes it: a weight, or a part of
+    the optimizer's state."""
+    return (
+        isinstance(value, ShardedTensor)
+        and is_main_replica(value.replica_id)
+        and (value.data.requires_grad or value.key.startswith(STATE_PREFIX))
     )
 
 
@@ -163,14 +164,10 @@ def _copy(data: Any) -> Any:
     return deepcopy(data)
 
 
-def _storages(shards: Shards) -> Iterator[torch.UntypedStorage]:
+def _storages(values: list[Sharded]) -> Iterator[torch.UntypedStorage]:
     """The storages of weights and optimizer state that this rank writes, each once."""
-    found = {}
-    for each in (each for of_key in shards.main.values() for each in of_key):
-        if _only_updates_change(each):
-            storage = each.data.untyped_storage()
-            found[id(storage)] = storage
-    yield from found.values()
+    of_values = [each.data.untyped_storage() for each in values if _is_copied_later(each)]
+    yield from {id(storage): storage for storage in of_values}.values()
 
 
 class NotSaved(InputError):
@@ -195,7 +192,7 @@ class Writer:
         Raises:
             Diverged: on every rank, if a value is not finite.
         """
-        found = exchange(not_finite(snapshot.shards), group)
+        found = exchange(not_finite(snapshot.values), group)
         keys = sorted({key for of_rank in found for key in of_rank})
         if keys:
             more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
@@ -229,7 +226,7 @@ class Writer:
         iteration = snapshot.iteration
         begun = agree(lambda: self._begin(iteration) if dist.get_rank() == 0 else "", group)
         writing = self.folder.directory / exchange(begun, group)[0]
-        write_tensors(snapshot.shards, writing, group)
+        write_tensors(snapshot.values, writing, group)
         on_rank_0(lambda: copy_files(self.files, writing), group)
         names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
         own = names[rank_share()]
@@ -329,8 +326,8 @@ class Background:
             NoMemory: on every rank, if there is no memory for the copy.
         """
         assert self._pending is None, f"iteration {self.pending} is still pending"
-        self._memory.check_memory(snapshot.shards)
-        started = replace(snapshot, shards=with_own_buffers(snapshot.shards))
+        self._memory.check_memory(snapshot.values)
+        started = replace(snapshot, values=with_own_buffers(snapshot.values))
         # The stream in whose order the weights change, which is not always the default one.
         stream = torch.cuda.current_stream() if device().type == "cuda" else None
         copied = self._thread.submit(self._copy, started, writer, stream)
@@ -364,7 +361,7 @@ class Background:
     ) -> Snapshot:
         with torch.cuda.stream(stream):
             writer.check_finite(snapshot, self._group)
-            return replace(snapshot, shards=self._memory.copy(snapshot.shards))
+            return replace(snapshot, values=self._memory.copy(snapshot.values))
 
 
 @dataclass(frozen=True)

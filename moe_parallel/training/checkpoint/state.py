@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.collective_errors import StorageError, exchange
+from moe_parallel.collective_errors import StorageError, agree, exchange
 from moe_parallel.config import read_yaml
 from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
@@ -40,16 +38,25 @@ def model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     }
 
 
-def placed_tensors(content: dict[str, Any]) -> list[ShardedTensor]:
-    """Every sharded tensor in a sharded state dict, including those of factories."""
-    sharded, _ = extract_sharded_base(content)
-    apply_factories(sharded)
-    return [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
+def set_module_states(
+    chunks: Sequence[torch.nn.Module], model: Mapping[str, Any], loaded: Mapping[str, Any]
+) -> None:
+    """Give the modules their own states, such as Transformer Engine's, besides tensors.
+
+    `model`: `model_tensors` of the chunks; `loaded`: what was read, by its keys.
+    """
+    for chunk, content in zip(unwrap_model(list(chunks)), model.values(), strict=True):
+        states = {
+            name: loaded[value.key]
+            for name, value in content.items()
+            if isinstance(value, ShardedObject) and value.key in loaded
+        }
+        chunk.load_state_dict(states, strict=False)
 
 
 def check_tensors(
     checkpoint: Path,
-    content: dict[str, Any],
+    tensors: Sequence[ShardedTensor],
     stored: dict[str, tuple[int, ...]],
     states: Mapping[str, object],
 ) -> None:
@@ -61,8 +68,7 @@ def check_tensors(
     It names the options of `states` that differ in the checkpoint's config.yaml.
     """
     wanted = {
-        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
-        for tensor in placed_tensors(content)
+        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch) for tensor in tensors
     }
     everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
     reason = _difference(everywhere, stored)
@@ -93,11 +99,12 @@ def _difference(
     wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, tuple[int, ...]]
 ) -> str | None:
     for key, (shape, may_differ) in wanted.items():
+        name = key.removeprefix(MASTER)
         if key not in stored:
-            return f"the model has {key}, which the checkpoint lacks"
+            return f"the model has {name}, which the checkpoint lacks"
         found = stored[key]
         if found != shape and not may_differ:
-            return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
+            return f"{name} is {list(found)} in the checkpoint and {list(shape)} here"
     read = {key.removeprefix(MASTER) for key in wanted}
     for key in stored:
         if key not in read and not key.startswith("optimizer."):
@@ -105,47 +112,56 @@ def _difference(
     return None
 
 
-_KEY = "fp8_state"
+_RANDOM, _FP8 = "random_state", "fp8_state"
 
 
 def fp8_state_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, int | str] | None:
-    """The facts, for a checkpoint's record, that a model must share to load the state."""
+    """The facts, for a checkpoint's record, that a model must share to load FP8's scales."""
     engine = _engine(chunks)
     return None if engine is None else engine.state_facts
 
 
-def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Content to be written; {} if there is no state."""
-    engine = _engine(chunks)
-    if engine is None or engine.state_facts is None:
-        return {}
-    return {_KEY: of_this_rank(_KEY, engine.state())}
+def rank_states(chunks: Sequence[torch.nn.Module]) -> list[ShardedObject]:
+    """The states of this rank alone, to be written."""
+    states, engine = {_RANDOM: random_state()}, _engine(chunks)
+    if engine is not None and engine.state_facts is not None:
+        states[_FP8] = engine.state()
+    return [of_this_rank(key, state) for key, state in states.items()]
 
 
-def fp8_state_to_read(
-    chunks: Sequence[torch.nn.Module], record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Content to be read from a checkpoint of this layout; {} if no stored state fits."""
+def rank_states_to_read(
+    chunks: Sequence[torch.nn.Module], record: Mapping[str, Any], *, goes_on: bool
+) -> list[ShardedObject]:
+    """The states to be read from a checkpoint of this layout, as far as they fit.
+
+    `goes_on`: whether random numbers go on where they were.
+    """
     facts = fp8_state_facts(chunks)
-    if facts is None or record.get(_KEY) != facts:
-        return {}
-    return {_KEY: of_this_rank(_KEY, None)}
+    fits = facts is not None and record.get(_FP8) == facts
+    keys = [_RANDOM] * goes_on + [_FP8] * fits
+    return [of_this_rank(key, None) for key in keys]
 
 
-def set_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
-    """Restore what was read.
+def set_rank_states(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
+    """Restore those states that were read, by their keys. Collective.
 
     Raises:
-        StorageError: the content is of another kind.
+        StorageError: on every rank, if one is of another kind.
     """
-    engine = _engine(chunks)
-    if engine is None or _KEY not in loaded:
-        return
-    try:
-        engine.load_state(loaded[_KEY])
-    except (LookupError, TypeError, RuntimeError) as error:
-        reason = type(error).__name__
-        raise StorageError(f"its FP8 scales are of another kind ({reason})") from error
+
+    def restore() -> None:
+        what, engine = "FP8 scales", _engine(chunks)
+        try:
+            if engine is not None and _FP8 in loaded:
+                engine.load_state(loaded[_FP8])
+            what = "random states"
+            if _RANDOM in loaded:
+                set_random_state(loaded[_RANDOM])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = type(error).__name__
+            raise StorageError(f"its {what} are of another kind ({reason})") from error
+
+    agree(restore)
 
 
 def _engine(chunks: Sequence[torch.nn.Module]) -> Fp8Engine | None:
@@ -168,18 +184,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned.
-
-    Raises:
-        StorageError: `state` is of another kind.
-    """
-    try:
-        name, keys, *place = state["numpy"]  # an array in checkpoints of format 1
-        random.setstate(state["python"])
-        numpy.random.set_state((name, numpy.asarray(keys).astype(numpy.uint32), *place))
-        torch.cuda.set_rng_state(state["cuda"])
-        get_cuda_rng_tracker().set_states(state["megatron"])
-        torch.set_rng_state(state["torch"])
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = type(error).__name__
-        raise StorageError(f"its random states are of another kind ({reason})") from error
+    """Restore what `random_state` returned. Raises various errors for a state of another kind."""
+    name, keys, *place = state["numpy"]
+    random.setstate(state["python"])
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *place))
+    torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    torch.set_rng_state(state["torch"])
