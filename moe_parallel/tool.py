@@ -24,7 +24,7 @@ from tqdm import tqdm
 from moe_parallel.config.command_line import check_flags
 from moe_parallel.config.parser import OneLineParser
 from moe_parallel.errors import InputError
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
+from moe_parallel.training.signals import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
 
 _SECONDS_BETWEEN_LINES = 30
 

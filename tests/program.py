@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from moe_parallel.analysis.run_figure import FIGURE_NAME
 from moe_parallel.config import Config, validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
-from moe_parallel.training import final_report
+from moe_parallel.training import pretrain as final_report
 from moe_parallel.training import pretrain as main_module
 from moe_parallel.training.pretrain import pretrain
 from moe_parallel.training.run_config import run_config

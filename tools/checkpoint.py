@@ -77,7 +77,7 @@ def _run(own: argparse.Namespace) -> int | None:
 
 
 def _list(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inventory
+    from moe_parallel.training.checkpoint import inspection as inventory
 
     folder = inventory.run_checkpoints(own.run)
     latest = None
@@ -94,7 +94,7 @@ def _list(own: argparse.Namespace) -> None:
 
 
 def _verify(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inventory
+    from moe_parallel.training.checkpoint import inspection as inventory
 
     paths = inventory.run_checkpoints(own.run).paths()
     damaged = 0
@@ -112,21 +112,21 @@ def _verify(own: argparse.Namespace) -> None:
 
 
 def _show(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inventory
+    from moe_parallel.training.checkpoint import inspection as inventory
     from moe_parallel.training.checkpoint.folder import find_checkpoint
-    from moe_parallel.training.checkpoint.tensors import stored_tensors
+    from moe_parallel.training.checkpoint.index import stored_shapes
 
     checkpoint = find_checkpoint(own.checkpoint)
     for name, value in list(inventory.checkpoint_facts(checkpoint, digest=own.digest)):
         print(f"{name:<18}{value}")
     if own.tensors:
-        for key, shape in sorted(stored_tensors(checkpoint).items()):
+        for key, shape in sorted(stored_shapes(checkpoint).items()):
             print(f"  {key}  {list(shape)}")
 
 
 def _diff(own: argparse.Namespace) -> int:
-    from moe_parallel.training.checkpoint.compare import compare
     from moe_parallel.training.checkpoint.folder import find_checkpoint
+    from moe_parallel.training.checkpoint.inspection import compare
 
     found = compare(find_checkpoint(own.one), find_checkpoint(own.other))
     for difference in found.differences[:SHOWN]:
@@ -138,7 +138,7 @@ def _diff(own: argparse.Namespace) -> int:
 
 
 def _prune(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.inventory import prune
+    from moe_parallel.training.checkpoint.inspection import prune
 
     for path in prune(own.run, own.keep_last):
         print(f"deleted {path.name}")
@@ -146,7 +146,7 @@ def _prune(own: argparse.Namespace) -> None:
 
 def _reshard(own: argparse.Namespace) -> None:
     from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
-    from moe_parallel.training.checkpoint.reshard import reshard
+    from moe_parallel.training.checkpoint.inspection import reshard
     from moe_parallel.training.run_lock import run_lock
 
     checkpoint = find_checkpoint(own.checkpoint)

@@ -79,8 +79,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
 
     from moe_parallel.config import parse_command_line
     from moe_parallel.convert.configuration import converted_config, left_out
-    from moe_parallel.convert.conversion import convert
-    from moe_parallel.convert.conversion_report import conversion_json, conversion_table
+    from moe_parallel.convert.conversion import conversion_json, conversion_table, convert
     from moe_parallel.convert.gate import GateOptions
     from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.systems import AoESelection

@@ -3,7 +3,8 @@
 W_p, W_o and all weights outside the experts are copied. Layers are converted from the first to the
 last. Each is fitted to the input that it receives from the converted layers before it.
 
-Shape suffixes: T tokens, D model width.
+Shape suffixes: B sequences, S tokens of a sequence, T tokens, K choices per token, E experts,
+D model width.
 """
 
 from __future__ import annotations
@@ -14,15 +15,111 @@ from typing import Any
 
 import torch
 
-from moe_parallel.convert.calibration import Batches, Calibration, inputs_of
-from moe_parallel.convert.factors import Factors
-from moe_parallel.convert.gate import GateOptions, convert_gate
-from moe_parallel.convert.routing_overlap import RoutingOverlap, routing_overlap
+from moe_parallel.convert.gate import Factors, GateOptions, convert_gate
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
+
+Batches = list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Random training text in two parts: one for the fit, and one held out for measurements."""
+
+    fitted: Batches  # tokens and position_ids, int64 [B, S]
+    held_out: Batches
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The number of tokens of each part."""
+        first, second = (
+            sum(batch["tokens"].numel() for batch in batches)
+            for batches in (self.fitted, self.held_out)
+        )
+        return first, second
+
+
+def draw_calibration(
+    dataset: Any, samples: int, batch_size: int, seed: int, device: torch.device
+) -> Calibration:
+    """Draw `samples` samples of a dataset for the fit, and a third as many others to measure.
+
+    Raises InputError if the dataset has too few.
+    """
+    held_out = -(-samples // 3)
+    if samples < 1:
+        raise InputError(
+            f"--calibration-samples is {samples}: the norms are fitted to training text, so draw "
+            "at least 1"
+        )
+    if samples + held_out > len(dataset):
+        most = max(n for n in range(len(dataset) + 1) if n + -(-n // 3) <= len(dataset))
+        fewer = f"draw at most {most}, or " if most else ""
+        raise InputError(
+            f"--calibration-samples is {samples}, and {held_out} more are held out, but the "
+            f"training text has {len(dataset)}: {fewer}name more text by --data-path"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(len(dataset), generator=generator)[: samples + held_out].tolist()
+
+    def batches(numbers: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+        for start in range(0, len(numbers), batch_size):
+            some = [dataset[number] for number in numbers[start : start + batch_size]]
+            yield {
+                name: torch.stack([sample[name] for sample in some]).to(device)
+                for name in ("tokens", "position_ids")
+            }
+
+    return Calibration(list(batches(drawn[:samples])), list(batches(drawn[samples:])))
+
+
+@torch.no_grad()
+def inputs_of(layer: torch.nn.Module, model: Any, batches: Batches) -> torch.Tensor:
+    """The input of a feed-forward layer when a model computes the batches: [T, D]."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        seen.append(arguments[0].detach().flatten(0, 1))
+
+    model.eval()
+    handle = layer.register_forward_pre_hook(note)
+    try:
+        for batch in batches:
+            model(batch["tokens"], batch["position_ids"], None)
+    finally:
+        handle.remove()
+    return torch.cat(seen)
+
+
+@dataclass(frozen=True)
+class RoutingOverlap:
+    """Shares from 0 to 1 over tokens."""
+
+    choices: float  # share of the first layer's choices that the second makes too
+    all_choices: float  # share of tokens for which all choices are the same
+    first_choice: float  # share of tokens whose first choices (largest probs) are the same
+    probs: float  # half the sum of |difference of probs| over the experts: 0 equal, 1 disjoint
+
+
+def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
+    """The share of the choices `of` one layer that are also made `by` another. Both layers fill
+    all K slots."""
+    same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2).double()
+    return RoutingOverlap(
+        choices=float(same_TK.mean()),
+        all_choices=float(same_TK.amin(1).mean()),
+        first_choice=float((of.experts_TK[:, 0] == by.experts_TK[:, 0]).double().mean()),
+        probs=float((_by_expert(of) - _by_expert(by)).abs().sum(1).mean() / 2),
+    )
+
+
+def _by_expert(choices: Choices) -> torch.Tensor:
+    """The probs by expert, 0 for the experts that are not chosen: [T, E]."""
+    empty_TE = torch.zeros_like(choices.scores_TE)
+    return empty_TE.scatter(1, choices.experts_TK, choices.probs_TK.to(empty_TE))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from moe_parallel.huggingface.steps import Step, plain_steps
 from moe_parallel.huggingface.tokenizer import write_tokenizer
 from moe_parallel.huggingface.weights import Written, checked_entries, write_safetensors
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
-from moe_parallel.training.checkpoint.files import check_content
-from moe_parallel.training.checkpoint.record import read_record
+from moe_parallel.training.checkpoint.record import check_content, read_record
 
 AUTO, OWN = "auto", "own"
 DTYPES: dict[str, torch.dtype | None] = {

@@ -25,7 +25,7 @@ from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
 from moe_parallel.huggingface.places import TensorPlace
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
-from moe_parallel.training.checkpoint.parts import StoredPart, write_weights
+from moe_parallel.training.checkpoint.tensors import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
 from moe_parallel.training.standalone import on_one_process
 

@@ -18,9 +18,9 @@ from moe_parallel.errors import InputError
 from moe_parallel.huggingface.folder import ONE_FILE, WEIGHT_INDEX
 from moe_parallel.huggingface.steps import Step
 from moe_parallel.optional import import_optional
+from moe_parallel.training.checkpoint.index import Entries, read_index, tensor_entries
 from moe_parallel.training.checkpoint.optimizer import MASTER
 from moe_parallel.training.checkpoint.tensors import read_whole
-from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
 
 #: The tensors of a checkpoint that are not weights: the optimizer's state, and that of balancing.
 _OPTIMIZER = "optimizer."
@@ -43,7 +43,7 @@ def checked_entries(steps: Sequence[Step], checkpoint: Path) -> Entries:
     Raises InputError for the first tensor that is missing, of another shape, or not of the model,
     and StorageError if the index cannot be read.
     """
-    entries = tensor_entries(checkpoint)
+    entries = tensor_entries(read_index(checkpoint))
     wanted: dict[str, tuple[int, ...]] = {}
     for step in steps:
         wanted |= zip(step.keys, step.shapes, strict=True)

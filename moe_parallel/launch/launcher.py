@@ -19,10 +19,21 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config.parser import LaunchOptions
-from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_INTERRUPTED, EXIT_KILLED, FINAL
-from moe_parallel.training.failure import FailureChannel, tell
-from moe_parallel.training.job_store import LAUNCHER, STARTED, of_this_start
-from moe_parallel.training.signals import BEFORE_TRAINING, handle_stop_signals
+from moe_parallel.training.failure import (
+    LAUNCHER,
+    STARTED,
+    FailureChannel,
+    of_this_start,
+    tell,
+)
+from moe_parallel.training.signals import (
+    BEFORE_TRAINING,
+    EXIT_CTRL_C,
+    EXIT_INTERRUPTED,
+    EXIT_KILLED,
+    FINAL,
+    handle_stop_signals,
+)
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `training.failure`
 _ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time

@@ -16,8 +16,14 @@ from moe_parallel.config import Config, parse_command_line, read_command_line, v
 from moe_parallel.config.parser import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import (
+    EXIT_BAD_INPUT,
+    EXIT_LOST,
+    Stopped,
+    StopRequest,
+    code_of,
+    reader_gone,
+)
 from moe_parallel.training.starts import keep_command
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ Work = Callable[[Sequence[str], StopRequest], int]
 
 
 def main(script: str, arguments: Sequence[str]) -> None:
-    """Pretrain, and end the process with the exit code; see `training.exit_codes`."""
+    """Pretrain, and end the process with the exit code; see `training.signals`."""
     if {"--help", "-h"} & set(arguments):
         _run(lambda stop: _help(arguments))
     keep_command(script, arguments)
@@ -103,8 +109,7 @@ def _take_role(
     if slurm.is_task(os.environ) and "RANK" not in os.environ:
         os.environ.update(slurm.rank_variables(os.environ))
         _warn_without_srun()
-    from moe_parallel.training.failure import leave_with_launcher
-    from moe_parallel.training.job_store import LAUNCHER
+    from moe_parallel.training.failure import LAUNCHER, leave_with_launcher
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)
@@ -140,8 +145,13 @@ def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
     from moe_parallel.collective_errors import StorageError
     from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
     from moe_parallel.platform.device import default_backend, take_gpu
-    from moe_parallel.training.failure import FailureChannel, run
-    from moe_parallel.training.job_store import MEETING, connect_ranks, join_store
+    from moe_parallel.training.failure import (
+        MEETING,
+        FailureChannel,
+        connect_ranks,
+        join_store,
+        run,
+    )
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = join_store(rank, world_size)

@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import Float16Module
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 from moe_parallel.balancing.controller import end_step, setting_of
@@ -31,8 +24,7 @@ from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.progress import Phase, Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
-from moe_parallel.training.data_parallel import DataParallel
-from moe_parallel.training.optimizer_parts import fuse_adam
+from moe_parallel.training.optimizer import build_optimizer, build_scheduler, parallelize
 from moe_parallel.training.router_trace import RunTrace, run_trace
 from moe_parallel.training.step_graph import Passes, StepGraph, use_stream_of_graphs
 
@@ -105,13 +97,13 @@ class Engine:
             for layer in self._expert_layers
             if isinstance(layer, DispatchedLayer) and layer.controller is not None
         ]
-        self.chunks = _parallelize(config, chunks)
+        self.chunks = parallelize(config, chunks)
         if config.training.gradient_accumulation_fusion:
             for module in (module for chunk in chunks for module in chunk.modules()):
                 if isinstance(module, AddsToMainGradients):
                     module.add_to_main_gradients()
-        self.optimizer = _optimizer(config, self.chunks, Timers(self.progress))
-        self.scheduler = _scheduler(config, self.optimizer)
+        self.optimizer = build_optimizer(config, self.chunks, Timers(self.progress))
+        self.scheduler = build_scheduler(config, self.optimizer)
         _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)
         dp = config.parallel.data_parallel_size(dist.get_world_size())
         self.num_micro_batches = config.training.global_batch_size // (
@@ -229,72 +221,6 @@ class Engine:
         if not math.isfinite(norms):
             raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {norms}")
         return loss, round(tokens)
-
-
-def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
-    """The chunks, in bf16 if configured, in Megatron-Core's data-parallel wrapper."""
-    megatron, parallel = get_model_config(chunks[0]), config.parallel
-    if config.training.bf16:
-        chunks = [Float16Module(megatron, chunk) for chunk in chunks]
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        bucket_size=parallel.ddp_bucket_size,
-    )
-    # The communication of later virtual stages overlaps with the first one's computation anyway.
-    wrapped = [
-        DataParallel(megatron, ddp, chunk, disable_bucketing=stage > 0)
-        for stage, chunk in enumerate(chunks)
-    ]
-    for chunk in wrapped:
-        chunk.broadcast_params()
-    return wrapped
-
-
-def _optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
-    ours = config.optimizer
-    megatron = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=ours.lr,
-        min_lr=ours.min_lr,
-        weight_decay=ours.weight_decay,
-        adam_beta1=ours.adam_beta1,
-        adam_beta2=ours.adam_beta2,
-        adam_eps=ours.adam_eps,
-        clip_grad=ours.clip_grad,
-        bf16=config.training.bf16,
-        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-        timers=timers,
-    )
-    # The overrides exempt weights of one axis from weight decay, as --weight-decay says.
-    optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
-    fuse_adam(optimizer)
-    return optimizer
-
-
-def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
-    """Megatron-Core's schedule, which counts iterations here."""
-    ours = config.optimizer
-    decay_iters = ours.lr_decay_iters or config.training.train_iters
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=ours.lr,
-        min_lr=ours.min_lr,
-        lr_warmup_steps=ours.lr_warmup_iters,
-        lr_decay_steps=decay_iters,
-        lr_decay_style=ours.lr_decay_style,
-        start_wd=ours.weight_decay,
-        end_wd=ours.weight_decay,
-        wd_incr_steps=decay_iters,
-        wd_incr_style="constant",
-        wsd_decay_steps=ours.lr_wsd_decay_iters or max(1, decay_iters // 10),
-        lr_wsd_decay_style="cosine",
-    )
 
 
 def _wire(megatron: Any, chunks: list[Any], optimizer: Any) -> None:

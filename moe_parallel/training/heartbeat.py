@@ -1,32 +1,155 @@
-"""The heartbeat of a rank: what it does, which a thread sends, and the ranks that watch it.
+"""The heartbeat of a rank, the ranks that watch it, and which rank to blame if nothing goes on.
 
-Every rank sends its beat to the job's store. Rank 0 and the last rank look at all beats, so that
-one is left if a host is lost. Progress is a change of phase. In what may last long (the set-up, a
-save, the report, and a first iteration, which builds what others reuse) it is also work of the
-process: computing, or reading and writing files.
+Every rank sends to the job's store what it does. Rank 0 and the last rank look at all beats, so
+that one is left if a host is lost. Progress is a change of phase. In what may last long (the
+set-up, a save, the report, and a first iteration, which builds what others reuse) it is also work
+of the process: computing, or reading and writing files.
+
+All ranks stop soon after one of them, because each waits in a collective for the others. The rank
+to blame is therefore found in this order:
+
+1. a rank that has sent no heartbeat for half of the timeout: its process is stopped, its host or
+   network is gone, or native code holds its interpreter;
+2. a rank that is not waiting in a collective;
+3. if all wait, which is the case if they do not call the same collectives, or if a GPU hangs: any.
+
+If there are several, it is the one that is furthest behind: with the lowest iteration, then with
+the fewest changes of phase in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 
 from moe_parallel.telemetry.progress import Phase, Place, Progress
-from moe_parallel.training.checkpoint.background import WRITER
-from moe_parallel.training.exit_codes import EXIT_LOST
+from moe_parallel.training.checkpoint.saving import WRITER
 from moe_parallel.training.failure import FailureChannel, end_job, leave, tell
-from moe_parallel.training.hangs import Beat, Sighting, is_hung, message
+from moe_parallel.training.signals import EXIT_LOST
+
+_NAMED = 8  # ranks in a list
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says about itself."""
+
+    number: int  # of the beat
+    host: str
+    process: int
+    iteration: int
+    changes: int  # of phase in this iteration
+    place: str  # in words: `forward of iteration 5`
+    work: int  # grows while a long phase makes progress
+    waits: bool  # in a collective
+    stack: str | None = None  # of Python, once there has been no progress for a while
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Changes if, and only if, the rank makes progress."""
+        return self.iteration, self.changes, self.work
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Beat:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The last beat of a rank, as another rank saw it. None: there was none yet."""
+
+    beat: Beat | None
+    silent: float  # seconds since the beat
+    idle: float  # seconds since a beat that showed progress
+
+
+def is_hung(sightings: Sequence[Sighting], timeout: float) -> bool:
+    """Whether no rank has made progress for `timeout` seconds."""
+    return min(each.idle for each in sightings) >= timeout
+
+
+def blame(sightings: Sequence[Sighting], timeout: float) -> int:
+    """The rank to blame for a job that is hung."""
+    ranks = range(len(sightings))
+    silent = [rank for rank in ranks if _is_silent(sightings[rank], timeout)]
+    busy = [rank for rank in ranks if _is_busy(sightings[rank])]
+    return min(silent or busy or ranks, key=lambda rank: (_order(sightings[rank]), rank))
+
+
+def message(sightings: Sequence[Sighting], timeout: float) -> str:
+    """The message about a job that is hung: its first line, and the stack if there is one."""
+    rank = blame(sightings, timeout)
+    seen = sightings[rank]
+    others = {other: each for other, each in enumerate(sightings) if other != rank}
+    limit = f"(--hang-timeout {timeout:g})"
+    if seen.beat is None:
+        return f"error: rank {rank} has not been heard since the job began {limit}{_rest(others)}"
+    who = f"error: rank {rank} on {seen.beat.host} (process {seen.beat.process})"
+    if _is_silent(seen, timeout):
+        too = _also([other for other, each in others.items() if _is_silent(each, timeout)])
+        return (
+            f"{who} is silent for {seen.silent:.0f} s, last in {seen.beat.place} {limit}{too}: its "
+            "process is stopped, its host or network is gone, or native code blocks its "
+            f"interpreter; there is no stack of a silent rank{_rest(others)}"
+        )
+    hangs = f"{who} hangs in {seen.beat.place}: no rank made progress for {timeout:g} s {limit}"
+    if seen.beat.waits:
+        hangs += "; every rank waits in a collective, and this one is furthest behind"
+    return f"{hangs}{_rest(others)}. {_stack_of(seen.beat)}"
+
+
+def _is_silent(seen: Sighting, timeout: float) -> bool:
+    return seen.beat is None or seen.silent >= timeout / 2
+
+
+def _is_busy(seen: Sighting) -> bool:
+    return seen.beat is not None and not seen.beat.waits
+
+
+def _order(seen: Sighting) -> tuple[int, int]:
+    return (-1, 0) if seen.beat is None else (seen.beat.iteration, seen.beat.changes)
+
+
+def _also(silent: Sequence[int]) -> str:
+    """The other silent ranks; of many, as when a large host is lost, the first."""
+    if not silent:
+        return ""
+    more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+    return f"; also silent: {', '.join(str(rank) for rank in silent[:_NAMED])}{more}"
+
+
+def _rest(others: Mapping[int, Sighting]) -> str:
+    """Where the other ranks are: the place of most of them."""
+    places = Counter(each.beat.place for each in others.values() if each.beat is not None)
+    if not places:
+        return ""
+    place, count = places.most_common(1)[0]
+    who = f"{count} of {len(others)} others are" if count < len(others) else "all others are"
+    return f"; {who} in {place}"
+
+
+def _stack_of(beat: Beat) -> str:
+    if beat.stack is None:
+        return "Its stack did not arrive"
+    return "Its Python stack, the innermost call last:\n" + beat.stack.rstrip("\n")
+
 
 _BEATS, _LONGEST_PERIOD = 20, 5.0  # beats in a timeout; at most so many seconds between two
 _LONG = (Phase.SET_UP, Phase.LOG, Phase.SAVE, Phase.REPORT)
@@ -42,8 +165,6 @@ _COLLECTIVES = (
     # On a GPU a collective returns at once, and the host waits where it reads the result.
     os.path.join("moe_parallel", "dispatch", "all_to_all.py"),
 )
-#: Where it is while training waits for a checkpoint that another thread writes.
-_BACKGROUND = os.path.join("checkpoint", "background.py")
 
 
 @contextlib.contextmanager
@@ -259,7 +380,7 @@ def _waits(main: int) -> bool:
     """Whether the main thread waits in a collective, or for a writer that does."""
     frames = sys._current_frames()
     innermost = frames.get(main)
-    if _calls(innermost, _BACKGROUND):
+    if _waits_for_writer(innermost):
         return all(_is_in_collective(frames.get(writer)) for writer in _writers())
     return _is_in_collective(innermost)
 
@@ -268,9 +389,9 @@ def _is_in_collective(innermost: FrameType | None) -> bool:
     return innermost is not None and innermost.f_code.co_filename.endswith(_COLLECTIVES)
 
 
-def _calls(innermost: FrameType | None, file: str) -> bool:
-    """Whether a function of `file` is among the calls."""
-    while innermost is not None and not innermost.f_code.co_filename.endswith(file):
+def _waits_for_writer(innermost: FrameType | None) -> bool:
+    """Whether training waits for a checkpoint that another thread writes."""
+    while innermost is not None and not innermost.f_code.co_qualname.startswith("Background."):
         innermost = innermost.f_back
     return innermost is not None
 

@@ -1,38 +1,38 @@
-"""The training loop of one stage: steps, logging, evaluations and checkpoints."""
+"""The training loop of one stage: steps, logging, evaluations, checkpoints, and its time limit."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
+from moe_parallel.collective_errors import exchange
 from moe_parallel.config import Config
 from moe_parallel.copies import copied_to
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sampler import batches
+from moe_parallel.errors import InputError
 from moe_parallel.evaluation.text_loss import TextLoss, measure_text_loss
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.sinks import Telemetry
-from moe_parallel.telemetry.statistics import rank_load
+from moe_parallel.telemetry.statistics import RoutingStatistics, RoutingTotals, rank_load
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.digest import state_digest
-from moe_parallel.training.deadline import Deadline
+from moe_parallel.training.checkpoint.folder import checkpoint_name
+from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved
 from moe_parallel.training.engine import NonFinite, StepResult
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
-from moe_parallel.training.failure import Diverged
-from moe_parallel.training.instruments import Instruments
-from moe_parallel.training.interval import Interval
-from moe_parallel.training.profile import Profile
-from moe_parallel.training.rank_times import GatheredTimes
-from moe_parallel.training.saves import Saves
-from moe_parallel.training.signals import StopRequest
+from moe_parallel.training.failure import STARTED, Diverged
+from moe_parallel.training.instruments import GatheredTimes, Instruments, Profile
+from moe_parallel.training.signals import EXIT_INTERRUPTED, StopRequest
 from moe_parallel.training.stages import Stage
 from moe_parallel.training.text import Text
 
@@ -314,3 +314,211 @@ class Loop:
                 self.saves.finish(self.state.iteration)  # it may be the good one
             good = self.stage.checkpoints.last_good(self.state.iteration)
         return Diverged(f"iteration {iteration}: {what}; {good}")
+
+
+class Interval:
+    """Sums over the iterations since the last log line, and over all ranks.
+
+    A checkpoint between two log lines contains the sums, as `state`. Every step is summed over the
+    ranks before it is added. So a run that continues makes the same additions, with the same
+    rounding, as a run that was never stopped.
+    """
+
+    def __init__(self, statistics: RoutingStatistics, state: Mapping[str, Any] | None) -> None:
+        """`state`: of an earlier interval with the same layers and experts; None: start empty.
+
+        Raises:
+            InputError: `state` is something else.
+        """
+        self._statistics = statistics
+        self.clear()
+        if state is None:
+            return
+        try:
+            self._losses = float(state["losses"])
+            self._iterations = int(state["iterations"])
+            self._tokens = int(state["tokens"])
+            self._seconds = float(state["seconds"])
+            self._routing.load_state(state["routing"])
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise InputError(
+                "--load: the checkpoint's sums of unlogged iterations have the wrong "
+                f"format ({type(error).__name__}); load another checkpoint"
+            ) from error
+
+    def clear(self) -> None:
+        """Start anew: everything so far has been logged."""
+        self._losses, self._iterations, self._tokens, self._seconds = 0.0, 0, 0, 0.0
+        self._statistics.training.clear()
+        self._routing = RoutingTotals.zeros_like(self._statistics.training)
+
+    def add(self, result: StepResult, seconds: float) -> None:
+        """Add one iteration and its routing statistics. Collective."""
+        self._losses += result.lm_loss
+        self._iterations += 1
+        self._tokens += result.tokens
+        self._seconds += seconds
+        self._routing.add_totals(self._statistics.training.reduced([None]))
+        self._statistics.training.clear()
+
+    def averages(self) -> dict[str, float]:
+        """The averages over at least one iteration; the loss is in nats per token."""
+        return {
+            "lm_loss": self._losses / self._iterations,
+            "tokens_per_second": self._tokens / self._seconds,
+        }
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The routing statistics of each layer: `RoutingTotals.summaries`."""
+        return self._routing.summaries()
+
+    def state(self) -> dict[str, Any] | None:
+        """The sums in JSON's types, the same on every rank; None if there are none."""
+        if not self._iterations:
+            return None
+        return {
+            "losses": self._losses,
+            "iterations": self._iterations,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "routing": self._routing.state(),
+        }
+
+
+class Saves:
+    """The checkpoints of a stage. All ranks call each method together, except `is_writing`."""
+
+    def __init__(self, stage: Stage, telemetry: Telemetry, *, has_folder: bool) -> None:
+        """Collective. `has_folder`: whether there is a --save; without it, nothing may be saved."""
+        self._checkpoints = stage.checkpoints
+        self._background = stage.checkpoints.background
+        self._engine = stage.engine
+        self._telemetry = telemetry
+        # The iteration of the run's latest checkpoint, if this stage has loaded or written it.
+        # Rank 0 answers for all: a network disk may show the others an older folder.
+        latest = exchange(stage.checkpoints.latest() if has_folder else None)[0]
+        loaded = stage.state.iteration
+        found = latest is not None and latest.name == checkpoint_name(loaded)
+        self._saved_at = loaded if found else None
+        self._said: set[str] = set()
+
+    def save(self, state: TrainingState, *, can_wait: bool) -> None:
+        """Write a checkpoint, unless it exists already.
+
+        With `can_wait`, a failed write is only a warning, and with --async-save the checkpoint is
+        written during training. Only one is written at a time: this waits for the one before.
+        """
+        if can_wait and self._background is not None and self._background.pending is not None:
+            self._say_once(
+                "waiting",
+                f"--async-save: the next checkpoint is due, and that of iteration "
+                f"{self._background.pending} is still being written: training waits for it; a "
+                "longer --save-interval avoids this",
+            )
+        self.finish(state.iteration)
+        if self._saved_at == state.iteration:
+            return
+        self._telemetry.sync()  # a checkpoint assumes that all earlier records are in the log
+        engine = self._engine
+        content = (state, engine.chunks, engine.optimizer, engine.scheduler)
+        if can_wait and self._begin(*content):
+            return
+        try:
+            path = self._checkpoints.save(*content)
+        except NotSaved as error:
+            if not can_wait:
+                raise
+            self._warn(error)
+            return
+        self._saved_at = state.iteration
+        self._telemetry.say(f"saved {path}")
+        self._tell_stuck()
+
+    def is_writing(self) -> bool:
+        """Whether this rank is writing a checkpoint during training."""
+        return self._background is not None and self._background.is_writing()
+
+    def finish(self, iteration: int) -> None:
+        """Wait for the checkpoint that is written during training, if there is one.
+
+        `iteration`: the number of steps with a finite loss so far.
+        """
+        if self._background is None or self._background.pending is None:
+            return
+        written = self._background.pending
+        try:
+            path = self._background.finish()
+        except NotSaved as error:
+            self._warn(error)
+            return
+        self._saved_at = written
+        self._telemetry.say(f"saved {path}")
+        if written < iteration:  # a later step had a finite loss
+            self._checkpoints.confirm(written)
+        self._tell_stuck()
+
+    def confirm(self, iteration: int) -> None:
+        """The weights of this iteration have a finite loss: confirm its checkpoint, if there is
+        one. Call it before the next checkpoint."""
+        if self._saved_at == iteration:
+            self._checkpoints.confirm(iteration)
+            self._tell_stuck()
+
+    def _begin(self, *content: Any) -> bool:
+        """Begin to write a checkpoint during training; returns whether it has begun."""
+        if self._background is None:
+            return False
+        try:
+            self._checkpoints.begin_save(*content)
+        except NoMemory as error:
+            self._say_once(
+                "memory", f"warning: --async-save: {error}; training waits for the checkpoint"
+            )
+            return False
+        return True
+
+    def _warn(self, error: NotSaved) -> None:
+        self._telemetry.say(f"warning: {error}; training continues without it")
+
+    def _tell_stuck(self) -> None:
+        for path, why in self._checkpoints.folder.stuck.items():
+            self._say_once(
+                str(path), f"warning: {path} cannot be deleted ({why}): delete it by hand"
+            )
+
+    def _say_once(self, topic: str, text: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            self._telemetry.say(text)
+
+
+class Deadline:
+    """Counts the minutes since the start of the job, also for ranks that were started anew in it.
+
+    So the limit is that of a batch job.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        """`minutes`: None: there is no limit."""
+        self._last = time.monotonic()
+        self._longest = 0.0
+        self._end = None if minutes is None else self._last - _age() + 60 * minutes
+
+    def is_near(self) -> bool:
+        """Whether the limit would pass before the next call, which comes one step later.
+
+        The time to the next call is taken to be the longest between two calls so far, which
+        includes evaluations and checkpoints that training waited for.
+        """
+        if self._end is None:
+            return False
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+        return now + self._longest > self._end
+
+
+def _age() -> float:
+    """Seconds since the job began, as its launcher or job script says, or else this process."""
+    began = os.environ.get(STARTED) or psutil.Process().create_time()
+    return max(0.0, time.time() - float(began))

@@ -20,12 +20,11 @@ from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.systems import TopKSelection
 from moe_parallel.telemetry.metrics import has_evaluation
-from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.record import Expected
-from moe_parallel.training.own_tokenizer import TOKENIZER
+from moe_parallel.training.checkpoint.saving import Background
 from moe_parallel.training.starts import record_start
-from moe_parallel.training.stream import Stream
+from moe_parallel.training.text import TOKENIZER, Stream
 
 
 def open_checkpoints(

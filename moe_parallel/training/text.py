@@ -1,8 +1,22 @@
-"""The tokenizer and the data of a run."""
+"""The text of a run: its tokenizer, its data, and the stream of samples in which a position counts.
+
+A run that continues uses the tokenizer that each of its checkpoints has a copy of. The path in
+config.yaml is where the tokenizer was when the run started. A different one of the same size may be
+there now, with which the weights are meaningless, or the run folder has moved.
+
+A checkpoint records its stream as `stream`:
+
+made_of   by flag, what its order depends on. The files of --data-path count by their content, so
+          they may be moved
+first     the samples that the run had consumed before it began; 0 except after --override-data
+ends      the numbers of samples that it was built for: at the first start, and by each extension
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_parallel.config import Config, DataConfig
+from moe_parallel.collective_errors import agree
+from moe_parallel.config import Config, DataConfig, read_yaml
 from moe_parallel.config.message import flag
 from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.corpus import DefaultCorpus, corpus_sources, prepare_default_corpus
@@ -20,10 +35,12 @@ from moe_parallel.data.datasets import (
     blend_sources,
     build_datasets,
 )
+from moe_parallel.data.indexed import check_indexed, read_manifest
+from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
-from moe_parallel.training.stream import Stream
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import read_record
 
 #: Samples are left out evenly if there are more tokens than this, because frequencies need no more.
 MOST_COUNTED = 1 << 22
@@ -150,3 +167,220 @@ def _tokenizer_of(corpus: DefaultCorpus, own: OwnTokenizer | None) -> Tokenizer:
             "with (another Python made it): give the --data-cache-path of that run, or --data-path"
         )
     return tokenizer
+
+
+# The key of the tokenizer's fingerprint in a checkpoint's record.
+TOKENIZER = "tokenizer"
+
+_FLAGS = ("tokenizer_type", "tokenizer_model")
+
+
+@dataclass(frozen=True)
+class OwnTokenizer:
+    """The tokenizer that a checkpoint was trained with.
+
+    Attributes:
+        tokenizer: the copy in the checkpoint.
+        warning: what the user should know of the tokenizer in the configuration; None: nothing.
+    """
+
+    tokenizer: Tokenizer
+    warning: str | None
+
+
+def own_tokenizer(
+    load: str | None, data: DataConfig, *, given: bool = False
+) -> OwnTokenizer | None:
+    """The tokenizer of the checkpoint that `--load` names.
+
+    Args:
+        load: a run or one of its checkpoints; None: there is none.
+        data: the configuration, which may name a tokenizer.
+        given: whether the command line itself names it, not only a file.
+
+    Returns None without --load, and for a checkpoint without a tokenizer.
+
+    Raises:
+        InputError: the copy is damaged or was exchanged; or the command line, or a configuration
+            that differs from the checkpoint's config.yaml, names a different tokenizer.
+    """
+    if load is None:
+        return None
+    checkpoint = find_checkpoint(Path(load))
+    folder = checkpoint / "tokenizer"
+    recorded = read_record(checkpoint)["fingerprint"].get(TOKENIZER)
+    if recorded is None and not folder.is_dir():
+        return None
+    try:
+        tokenizer = load_tokenizer(folder)
+    except InputError as error:
+        raise InputError(f"--load {checkpoint}: its tokenizer cannot be used: {error}") from None
+    if recorded not in (None, tokenizer.fingerprint):
+        raise InputError(
+            f"--load {checkpoint}: {folder} is not the tokenizer that the weights were trained "
+            "with (damaged, or another one): restore it, or load another checkpoint"
+        )
+    newly = given or not _as_recorded(data, checkpoint)
+    return OwnTokenizer(tokenizer, _compare(tokenizer, data, checkpoint, newly))
+
+
+def names_tokenizer(arguments: Sequence[str]) -> bool:
+    """Whether a command line itself names the tokenizer, not only a file."""
+    words = {word.split("=")[0].replace("_", "-") for word in arguments}
+    return not words.isdisjoint(map(flag, _FLAGS))
+
+
+def _as_recorded(data: DataConfig, checkpoint: Path) -> bool:
+    """Whether the tokenizer is the one that the checkpoint's config.yaml names."""
+    file = checkpoint / "config.yaml"
+    recorded = read_yaml(file) if file.is_file() else {}
+    default = DataConfig()
+    return all(getattr(data, name) == recorded.get(name, getattr(default, name)) for name in _FLAGS)
+
+
+def _compare(own: Tokenizer, data: DataConfig, checkpoint: Path, newly: bool) -> str | None:
+    """A warning, or an InputError, if the configuration names a different tokenizer."""
+    default = DataConfig()
+    named = [f"{flag(name)} {value}" for name in _FLAGS
+             if (value := getattr(data, name)) != getattr(default, name)]  # fmt: skip
+    local = data.tokenizer_model is None or Path(data.tokenizer_model).exists()
+    if not named or not (newly or local):  # none is named, or it is no longer there
+        return None
+    try:
+        other = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    except InputError:
+        if newly:
+            raise
+        return None
+    if other.fingerprint == own.fingerprint:
+        return None
+    if newly:
+        raise InputError(
+            f"{' '.join(named)} is not the tokenizer that --load {checkpoint} was trained with: "
+            "remove it to use the run's own copy"
+        )
+    return (
+        f"{' '.join(named)} is not the tokenizer any more that this run was trained with: its own "
+        f"copy, {checkpoint}/tokenizer, is used"
+    )
+
+
+@dataclass(frozen=True)
+class Stream:
+    """See the top of this file."""
+
+    made_of: Mapping[str, Any]
+    first: int
+    ends: tuple[int, ...]
+
+
+def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list[str]]:
+    """The stream of a run that starts, or of the run that continues from --load, and warnings.
+
+    A continued run extends its stream if it needs more samples. Upcycling of another run's dense
+    model continues in its stream if the data are the same, and else begins one. Collective.
+
+    Raises InputError for other data without --override-data.
+    """
+    training, checkpoint = config.training, config.checkpoint
+    made_of = agree(lambda: _made_of(config, sources))
+    size = training.global_batch_size
+    fresh = Stream(made_of, 0, (training.train_iters * size,))
+    if checkpoint.load is None:
+        return fresh, []
+    load = Path(checkpoint.load)
+    record = agree(lambda: read_record(find_checkpoint(load)))
+    done, before = record["training"], record.get("stream")
+    if before is None:
+        unknown = (
+            f"--load {load} does not record what its training samples were drawn from: whether the "
+            "data, --split and --seed are the same is not checked, and the version that saved it "
+            "held out other documents of --data-path"
+        )
+        # a conversion has used none
+        return fresh, [unknown] if done["consumed_samples"] and not checkpoint.finetune else []
+    differing = {
+        flag: f"{flag} is {_shown(known)} in the checkpoint and {_shown(made_of[flag])} here"
+        for flag, known in before["made_of"].items()
+        if flag in made_of and not _equal(known, made_of[flag])
+    }
+    warnings = []
+    files, before_files = (
+        {each["idx"] for each in data["--data-path"]} for data in (made_of, before["made_of"])
+    )
+    if "--split" in differing and files & before_files:
+        warnings = [
+            f"--load {load}: {differing['--split']}: text that is held out here may be text that "
+            "it was trained on"
+        ]
+    if training.skip_train or checkpoint.finetune:
+        return fresh, warnings
+    rest = max(0, training.train_iters - done["iteration"]) * size
+    upcycles = config.moe.moe_use_upcycling and record["fingerprint"].get("--num-experts") is None
+    if differing and not (checkpoint.override_data or upcycles):
+        raise InputError(
+            f"--load {load}: {', '.join(differing.values())}; its position would be one in other "
+            "samples: use the values of its config.yaml, or go on with the first sample of the "
+            "data given here by --override-data"
+        )
+    if differing:
+        return Stream(made_of, done["consumed_samples"], (max(1, rest),)), warnings
+    ends, end = tuple(before["ends"]), done["consumed_samples"] - before["first"] + rest
+    return Stream(made_of, before["first"], (*ends, end) if end > ends[-1] else ends), []
+
+
+def _made_of(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
+    weights = [source.weight for source in sources if source.weight is not None]
+    return {
+        "--seed": config.training.seed,
+        "--seq-length": config.training.seq_length,
+        "--split": sources[0].split,
+        "--data-path": [
+            {
+                "name": Path(source.train_prefix).name,
+                "weight": None if source.weight is None else source.weight / sum(weights),
+                **_digests(source.train_prefix),
+            }
+            for source in sources
+        ],
+    }
+
+
+def _digests(prefix: str) -> dict[str, str | None]:
+    """Of the index, and of the token ids if there is a manifest."""
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        return {"idx": manifest.idx_sha256, "bin": manifest.bin_sha256}
+    try:
+        return {"idx": file_digest(Path(f"{prefix}.idx")), "bin": None}
+    except OSError:
+        check_indexed(prefix, vocab_size=1)  # says what is wrong
+        raise
+
+
+def _equal(before: Any, here: Any) -> bool:
+    if isinstance(before, str) and isinstance(here, str):
+        with suppress(ValueError, ZeroDivisionError):  # a record may say anything
+            return _shares(before) == _shares(here)
+    if not isinstance(here, list):
+        return bool(before == here)
+    return len(before) == len(here) and all(
+        (a["weight"], a["idx"]) == (b["weight"], b["idx"])
+        and (a["bin"] == b["bin"] or None in (a["bin"], b["bin"]))
+        for a, b in zip(before, here, strict=True)
+    )
+
+
+def _shares(split: str) -> list[float]:
+    parts = [*map(float, split.split(",")), 0, 0][:3]
+    return [part / sum(parts) for part in parts]
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return " ".join(
+        f"{'' if each['weight'] is None else format(each['weight'], 'g') + ' '}{each['name']} "
+        f"({(each['bin'] or each['idx'])[:12]})"
+        for each in value
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.convert.calibration import draw_calibration, inputs_of
+from moe_parallel.convert.to_aoe import draw_calibration, inputs_of
 from moe_parallel.errors import InputError
 
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.convert.factors import Factors, factorize
+from moe_parallel.convert.gate import Factors, factorize
 
 E, D, F = 3, 6, 9
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.convert.ranking import (
+from moe_parallel.convert.gate import (
     cross_entropy,
     fitted_scales,
     ranking_columns,

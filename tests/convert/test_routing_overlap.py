@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.convert.routing_overlap import routing_overlap
+from moe_parallel.convert.to_aoe import routing_overlap
 from moe_parallel.selection.choices import Choices
 
 

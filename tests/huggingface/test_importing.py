@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.importing import import_folder, plan_import
-from moe_parallel.training.checkpoint import parts
+from moe_parallel.training.checkpoint import tensors as parts
 from moe_parallel.training.checkpoint.record import read_record
 from tests.distributed import run_distributed
 from tests.huggingface.imported import WITHOUT_TEXT, logits_here, losses_here, run_of
@@ -151,7 +151,7 @@ def test_one_part_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert largest <= most <= 2 * largest
     stored = {file.name: file.stat().st_size for file in run.glob("iter_0000000/*.distcp")}
     assert len(stored) > 2
-    del stored[f"__0_{len(stored) - 1}.distcp"]  # the last one has the rest
+    del stored[f"__{len(stored) - 1}_0.distcp"]  # the last one has the rest
     assert all(30_000 <= size < 60_000 for size in stored.values())
 
 

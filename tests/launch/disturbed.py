@@ -81,7 +81,7 @@ def pause_in_a_save() -> None:
     """In the second save, when this rank has written some tensors."""
     from torch.distributed.checkpoint import filesystem
 
-    from moe_parallel.training.checkpoint import writer
+    from moe_parallel.training.checkpoint import saving as writer
 
     on_call(writer, "write_tensors", 2, lambda: on_call(filesystem, "_write_item", 8, pause))
 
@@ -113,7 +113,7 @@ def forward() -> None:
 
 
 def save() -> None:
-    from moe_parallel.training.checkpoint import writer
+    from moe_parallel.training.checkpoint import saving as writer
 
     on_call(writer, "write_tensors", 1, sleep_for_ever)
 
@@ -149,7 +149,7 @@ def be_slower(seconds: float) -> None:
 
 
 def long_save() -> None:
-    from moe_parallel.training.checkpoint import writer
+    from moe_parallel.training.checkpoint import saving as writer
 
     on_call(writer, "write_tensors", 1, compute_for_a_while)
 
@@ -184,9 +184,9 @@ def nan_in_a_step() -> None:
 
 
 def nan_in_a_save() -> None:
-    from moe_parallel.training import saves
+    from moe_parallel.training import loop
 
-    on_call(saves.Saves, "save", 2, poison)
+    on_call(loop.Saves, "save", 2, poison)
 
 
 def nan_in_an_evaluation() -> None:

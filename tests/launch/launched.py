@@ -11,8 +11,7 @@ import psutil
 
 from moe_parallel.config.parser import divide
 from moe_parallel.launch.launcher import Launcher
-from moe_parallel.training.exit_codes import code_of
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import Stopped, StopRequest, code_of
 from tests.distributed import PRELOADED
 from tests.program import Job, environment
 

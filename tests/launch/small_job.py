@@ -20,10 +20,14 @@ from torch import distributed as dist
 from moe_parallel.config.parser import divide
 from moe_parallel.errors import InputError
 from moe_parallel.launch.launcher import Launcher
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
-from moe_parallel.training.failure import FailureChannel, leave, run
-from moe_parallel.training.job_store import join_store
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.failure import FailureChannel, join_store, leave, run
+from moe_parallel.training.signals import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    Stopped,
+    StopRequest,
+    code_of,
+)
 
 STEPS = 6
 

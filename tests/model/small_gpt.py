@@ -17,7 +17,7 @@ from moe_parallel.config import Config, make_config, validate
 from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.gathered import gather_weights
+from moe_parallel.training.optimizer import gather_weights
 
 VOCABULARY = 50
 

@@ -11,7 +11,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.model import memory, parameters
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import run_distributed
 from tests.model.test_parameters import AOE, MODELS, MOE, SHARED, VOCABULARY
 

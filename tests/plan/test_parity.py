@@ -19,7 +19,7 @@ from moe_parallel.plan.layout import Group, layout_of
 from moe_parallel.plan.measure import ATTENTION, FP32, _measured
 from moe_parallel.plan.search import model_of
 from moe_parallel.plan.stage import SMALL, memory_of_stage, messages_of_stage
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import run_distributed
 from tests.plan.counting import Kept, Messages
 from tests.plan.running import (

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.files import list_files
-from moe_parallel.training.checkpoint.random import random_state
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.checkpoint.record import list_files
+from moe_parallel.training.checkpoint.state import random_state
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import run_distributed
 from tests.training.hostile import reseal
 from tests.training.tiny_run import Layout, TinyRun

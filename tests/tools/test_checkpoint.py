@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_parallel.training.checkpoint.compare import compare, how_values_differ, place_in_model
 from moe_parallel.training.checkpoint.index import read_index
+from moe_parallel.training.checkpoint.inspection import compare, how_values_differ, place_in_model
 from moe_parallel.training.run_lock import run_lock
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun

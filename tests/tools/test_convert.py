@@ -8,9 +8,8 @@ import pytest
 
 from moe_parallel.config import make_config
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.training.checkpoint.files import describe_files
 from moe_parallel.training.checkpoint.folder import RECORD
-from moe_parallel.training.checkpoint.record import FORMAT
+from moe_parallel.training.checkpoint.record import FORMAT, describe_files
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 from tests.tools.running import RunTool, run_tool_forked

@@ -185,7 +185,7 @@ def _rewrite(checkpoint: Path, old: str, new: str) -> None:
     """Change config.yaml, and the record of its content, as a careful user might."""
     from moe_parallel.data.sealed import write_sealed
     from moe_parallel.reading import parse_json
-    from moe_parallel.training.checkpoint.files import describe_files
+    from moe_parallel.training.checkpoint.record import describe_files
 
     path = checkpoint / "config.yaml"
     text = path.read_text()

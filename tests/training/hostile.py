@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.training.checkpoint.files import describe_files, list_files
-from moe_parallel.training.checkpoint.random import random_state
+from moe_parallel.training.checkpoint.record import describe_files, list_files
 
 MARKER = "this_ran"
 
@@ -92,15 +90,9 @@ def _random_state_that_is_none(path: Path, payload: Payload) -> None:
     _replace(path, "random_state/", [{"numpy": "of another kind"}])
 
 
-def _random_state_of_format_1(path: Path, payload: Payload) -> None:
-    """Harmless: with a numpy array, as in the previous format."""
-    state = random_state() | {"numpy": numpy.random.get_state()}
-    _replace(path, "random_state/", [state])
-
-
 _PLACES = (
     _index, _index_with_one_more_entry, _common, _random_state, _extra_state, _tensor,
-    _tensor_elsewhere, _random_state_that_is_none, _random_state_of_format_1,
+    _tensor_elsewhere, _random_state_that_is_none,
 )  # fmt: skip
 
 

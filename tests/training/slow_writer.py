@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from moe_parallel.training.checkpoint.background import Background
-from moe_parallel.training.checkpoint.snapshot import HostCopy
+from moe_parallel.training.checkpoint.saving import Background, HostCopy
 from moe_parallel.training.checkpoint.tensors import _WatchedStream
 
 

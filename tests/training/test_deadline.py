@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from moe_parallel.training import deadline as deadline_module
-from moe_parallel.training.deadline import Deadline
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
-from moe_parallel.training.job_store import STARTED
+from moe_parallel.training import loop as deadline_module
+from moe_parallel.training.failure import STARTED
+from moe_parallel.training.loop import Deadline
+from moe_parallel.training.signals import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import (
     SMALL,

@@ -17,8 +17,8 @@ from moe_parallel.config import Config
 from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.telemetry.metrics import TIMING
 from moe_parallel.training.checkpoint.digest import checkpoint_digest
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT
 from moe_parallel.training.pretrain import main
+from moe_parallel.training.signals import EXIT_BAD_INPUT
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, Program, Ranks, flags, pretrain_here, small_data
 

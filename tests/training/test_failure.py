@@ -16,25 +16,27 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.training.engine import Engine, NonFinite
-from moe_parallel.training.exit_codes import (
-    EXIT_CTRL_C,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_LOST,
-)
 from moe_parallel.training.failure import (
     _CLAIM,
     _CODE,
     Diverged,
     FailureChannel,
     _fail,
+    connect_ranks,
+    join_store,
     leave_with_launcher,
     lost_connection,
     run,
 )
-from moe_parallel.training.job_store import connect_ranks, join_store
 from moe_parallel.training.pretrain import main
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import (
+    EXIT_CTRL_C,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    Stopped,
+    StopRequest,
+)
 from tests.distributed import run_distributed
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 from tests.tiers import rest_in_full

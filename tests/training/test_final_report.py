@@ -8,8 +8,8 @@ from moe_parallel.data.datasets import Datasets, Source, build_datasets
 from moe_parallel.data.tokenizer import FastTokenizer
 from moe_parallel.evaluation.baselines import ByteModel, joined
 from moe_parallel.evaluation.text_loss import TextLoss
-from moe_parallel.training import final_report
-from moe_parallel.training.final_report import ByteComparison, compare_with_baselines, format_table
+from moe_parallel.training import pretrain as final_report
+from moe_parallel.training.pretrain import ByteComparison, compare_with_baselines, format_table
 from tests.data.small_text import small_bpe, words, write_texts
 
 TRAIN = {"a": [words(30, i) for i in range(9)], "b": [words(40, 50 + i) for i in range(7)]}

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.optimizer import MASTER
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tiers import rest_in_full

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel.training.hangs import Beat, Sighting, blame, is_hung, message
+from moe_parallel.training.heartbeat import Beat, Sighting, blame, is_hung, message
 
 TIMEOUT = 100.0
 NOW = "reduce of iteration 5"

@@ -15,11 +15,9 @@ from torch import distributed as dist
 
 from moe_parallel.telemetry.progress import Phase, Progress
 from moe_parallel.training import heartbeat as module
-from moe_parallel.training.exit_codes import EXIT_LOST
-from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.failure import FailureChannel, join_store, run
 from moe_parallel.training.heartbeat import SteadyClock, heartbeat
-from moe_parallel.training.job_store import join_store
-from moe_parallel.training.signals import StopRequest
+from moe_parallel.training.signals import EXIT_LOST, StopRequest
 from tests.program import Ranks
 
 TIMEOUT = 6

@@ -10,9 +10,8 @@ import pytest
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.standalone import standalone_config
-from moe_parallel.training.text import open_text, open_tokenizer
+from moe_parallel.training.text import names_tokenizer, open_text, open_tokenizer
 from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, flags, pretrain_here, small_data
@@ -118,7 +117,7 @@ def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
     other_bpe().save(remade)
     config = config_of(options | {"load": run, "tokenizer_model": remade})
     # As if the run had started with that path.
-    monkeypatch.setattr("moe_parallel.training.own_tokenizer._as_recorded", lambda *of: True)
+    monkeypatch.setattr("moe_parallel.training.text._as_recorded", lambda *of: True)
     (warning,) = open_text(config).warnings
     assert f"{remade} is not the tokenizer any more" in warning
     with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it"):

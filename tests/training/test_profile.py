@@ -7,7 +7,7 @@ import pytest
 from torch.autograd import DeviceType
 
 from moe_parallel.config import LoggingConfig
-from moe_parallel.training.profile import Profile, covered, summarize
+from moe_parallel.training.instruments import Profile, covered, summarize
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 

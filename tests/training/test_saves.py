@@ -1,5 +1,6 @@
-"""Runs with --async-save: the same checkpoints and records as runs that wait for each save."""
+"""Saves of a run, waiting for each or with --async-save: what goes wrong, and what is the same."""
 
+import contextlib
 import errno
 import json
 import os
@@ -8,20 +9,20 @@ import signal
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import snapshot
-from moe_parallel.training.checkpoint import writer as checkpoint_writer
+from moe_parallel.training.checkpoint import saving
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.signals import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tools.test_checkpoint import said
 from tests.training.slow_writer import slow_writer
-from tests.training.test_saving import _with_obstacles, _with_weights_times, check_obstacles
 from tests.training.test_stopped_runs import records
 
 FULL = os.strerror(errno.ENOSPC)
@@ -138,7 +139,7 @@ def _with_a_signal_after(step_number):
 
 def _with_a_disk_full_on_rank_1(saves):
     """describe_files, with an error of the disk on rank 1 in these saves, counted from 1."""
-    describe, done = checkpoint_writer.describe_files, []
+    describe, done = saving.describe_files, []
 
     def describe_if_there_is_room(folder, names):
         done.append(None)
@@ -146,136 +147,242 @@ def _with_a_disk_full_on_rank_1(saves):
             raise OSError(errno.ENOSPC, FULL)
         return describe(folder, names)
 
-    return mock.patch.object(checkpoint_writer, "describe_files", describe_if_there_is_room)
+    return mock.patch.object(saving, "describe_files", describe_if_there_is_room)
+
+
+def _with_weights_times(factor, after):
+    """Engine.step, which multiplies every weight at its end once the step `after` is done."""
+    step, done = Engine.step, []
+
+    def poisoned(engine, batches):
+        result = step(engine, batches)
+        done.append(None)
+        if len(done) == after:
+            with torch.no_grad():
+                for chunk in unwrap_model(engine.chunks):
+                    for parameter in chunk.parameters():
+                        parameter.mul_(factor)
+        return result
+
+    return mock.patch.object(Engine, "step", poisoned)
+
+
+@contextlib.contextmanager
+def _with_obstacles(save):
+    """Before the first step, links and what cannot be deleted come where a save tidies."""
+    step, unlink = Engine.step, os.unlink
+
+    def obstruct():
+        for folder in ("iter_0000001", "../disk"):
+            (save / folder).mkdir()
+            (save / folder / "held\n").write_text("mine")
+        os.mkfifo(save / ".iter_0000004.writing")
+        (save / "iter_0000009").symlink_to("x" * 300)
+        for link in ("iter_0000000", ".iter_0000006.writing"):
+            (save / link).symlink_to("../disk")
+
+    def obstructed(engine, batches):
+        if engine.scheduler.num_steps == 0 and dist.get_rank() == 0:
+            obstruct()
+        return step(engine, batches)
+
+    def unlink_others(path, **options):
+        if os.path.basename(path) == "held\n":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **options)
+
+    with (
+        mock.patch.object(Engine, "step", obstructed),
+        mock.patch.object(os, "unlink", unlink_others),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _renamed_in_step_3(save):
+    step = Engine.step
+
+    def rename(engine, batches):
+        if engine.scheduler.num_steps == 2 and dist.get_rank() == 0:
+            save.rename(save.with_name("elsewhere"))
+        return step(engine, batches)
+
+    with mock.patch.object(Engine, "step", rename):
+        yield
 
 
 def _without_memory():
-    return mock.patch.object(snapshot, "free_host_memory", lambda: 0)
+    return mock.patch.object(saving, "free_host_memory", lambda: 0)
 
 
 #: options in addition to those of RUN, and the trouble
 TROUBLES = {
-    "signal": ({}, lambda _: _with_a_signal_after(3)),
-    "leaves": ({"exit_interval": 3}, lambda _: _with_a_signal_after(99)),
+    "well": ({"keep_last": 1}, lambda _: contextlib.nullcontext()),
     "full for a while": ({}, lambda _: _with_a_disk_full_on_rank_1((1, 2))),
     "full at the end": ({}, lambda _: _with_a_disk_full_on_rank_1((2, 3))),
-    "no memory": ({}, lambda _: _without_memory()),
-    "well": ({"keep_last": 1}, lambda _: _with_a_signal_after(99)),
     "obstacles": ({"keep_last": 1}, _with_obstacles),
     "diverges after a save": ({"keep_last": 1}, lambda _: _with_weights_times(1e30, after=4)),
     "diverges before a save": ({}, lambda _: _with_weights_times(float("inf"), after=4)),
 }
+WAITING = {
+    "diverges at once": ({}, lambda _: _with_weights_times(1e30, after=2)),
+    "renamed": ({}, _renamed_in_step_3),
+    "full when it leaves": ({"exit_interval": 4}, lambda _: _with_a_disk_full_on_rank_1((2,))),
+}
+WRITING = {
+    "signal": ({}, lambda _: _with_a_signal_after(3)),
+    "leaves": ({"exit_interval": 3}, lambda _: contextlib.nullcontext()),
+    "no memory": ({}, lambda _: _without_memory()),
+}
 
 
-def _all(folder, data):
+def _all(folder, options, troubles):
     """The end of each run in its own folder, and its output."""
     ends = {}
-    for name, (options, trouble) in TROUBLES.items():
+    for name in troubles:
+        more, trouble = (TROUBLES | WAITING | WRITING)[name]
         save = folder / name.replace(" ", "_")
         with slow_writer(), trouble(save):
             try:
-                ((code, printed),) = pretrain_here([RUN | data | BESIDE | {"save": save} | options])
+                ((code, printed),) = pretrain_here([RUN | options | {"save": save} | more])
                 ends[name] = code, printed
             except (InputError, Diverged) as error:
                 ends[name] = type(error).__name__, str(error)
     return ends
 
 
+class Ends:
+    """How the runs with troubles have ended."""
+
+    def __init__(self, folder, options, troubles):
+        self.folder = folder
+        data = small_data(folder) | AOE
+        ranks = run_distributed(2, _all, folder, data | options, troubles, timeout=600)
+        self._ends, others = ranks
+        assert {name: end[0] for name, end in self._ends.items()} == {
+            name: end[0] for name, end in others.items()
+        }
+
+    def __call__(self, name):
+        """(code or error, output or message, folder, iterations left) of a run."""
+        save = self.folder / name.replace(" ", "_")
+        left = sorted(path.name for path in save.glob("*iter_*"))
+        is_plain = name != "obstacles"
+        return *self._ends[name], save, [int(n.removeprefix("iter_")) for n in left if is_plain]
+
+
 @pytest.fixture(scope="module")
-def troubled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("troubled")
-    data = small_data(folder) | AOE
-    ends, others = run_distributed(2, _all, folder, data, timeout=600)
-    assert {name: end[0] for name, end in ends.items()} == {
-        name: end[0] for name, end in others.items()
-    }
-    return folder, ends
+def waiting(tmp_path_factory):
+    return Ends(tmp_path_factory.mktemp("waiting"), {}, [*TROUBLES, *WAITING])
 
 
-def _saved(folder, name):
-    """The iterations that a run has left, and everything else that a save may leave."""
-    names = sorted(path.name for path in (folder / name.replace(" ", "_")).glob("*iter_*"))
-    return [int(name.removeprefix("iter_")) for name in names]
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory):
+    return Ends(tmp_path_factory.mktemp("writing"), BESIDE, [*TROUBLES, *WRITING])
+
+
+@pytest.fixture(params=["waiting", "writing"])
+def ends(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_a_finite_loss_lets_keep_last_delete(ends):
+    code, _, _, left = ends("well")
+    assert code == 0 and left == [6]
+
+
+def test_a_write_that_fails_is_a_warning_and_training_goes_on(ends):
+    code, printed, save, left = ends("full for a while")
+    assert code == 0 and left == [6]
+    warnings = [line for line in printed.splitlines() if line.startswith("warning: --save")]
+    assert warnings == [
+        f"warning: --save {save}: cannot write the checkpoint of iteration {iteration}: {FULL}; "
+        "there was none before; free the disk or name another folder; training continues without it"
+        for iteration in (2, 4)
+    ]
+
+
+def _check_last_save(end, iteration):
+    kind, message, save, left = end
+    assert kind == "NotSaved" and left == [2]
+    assert message == (
+        f"--save {save}: cannot write the checkpoint of iteration {iteration}: {FULL}; "
+        "iter_0000002 is untouched; free the disk or name another folder"
+    )
+
+
+def test_a_last_save_that_fails_is_an_error(ends, waiting):
+    _check_last_save(ends("full at the end"), 6)
+    _check_last_save(waiting("full when it leaves"), 4)
+
+
+def test_what_cannot_be_deleted_stops_no_save(ends):
+    """Each obstacle is told once."""
+    code, printed, save, _ = ends("obstacles")
+    assert code == 0
+    assert [line for line in printed.splitlines() if line.startswith("warning")] == [
+        f"warning: {save}/.iter_0000004.writing cannot be deleted (Not a directory): "
+        "delete it by hand",
+        f"warning: {save}/.iter_0000001.old cannot be deleted (held\\n: Operation not permitted): "
+        "delete it by hand",
+    ]
+    left = {path.name for path in save.glob("*iter_*")}
+    assert left == {"iter_0000006", ".iter_0000004.writing", ".iter_0000001.old", "iter_0000009"}
+    assert [path.name for path in (save.parent / "disk").iterdir()] == ["held\n"]
+
+
+def test_what_led_to_a_divergence_is_not_called_good(ends, waiting):
+    kind, message, save, left = ends("diverges after a save")
+    assert kind == "Diverged" and message.startswith("iteration 5: the loss is ")
+    assert message.endswith(f"; the last good checkpoint is {save}/iter_0000002")
+    assert left == [2, 4]  # in spite of --keep-last 1
+    kind, message, save, _ = waiting("diverges at once")
+    assert kind == "Diverged" and message.endswith(
+        f"; there is no good checkpoint in {save}: iter_0000002 is finite, but no finite loss has "
+        "followed it"
+    )
+
+
+def test_weights_that_are_not_finite_are_not_saved(ends):
+    kind, message, save, left = ends("diverges before a save")
+    assert kind == "Diverged" and "\n" not in message
+    assert message.startswith("iteration 4: ") and "are not finite; nothing was saved; " in message
+    assert message.endswith(f"the last good checkpoint is {save}/iter_0000002")
+    assert left == [2]
+
+
+def test_a_folder_that_was_renamed_is_told(waiting):
+    kind, message, save, _ = waiting("renamed")
+    assert kind == "NotSaved"
+    assert message == (
+        f"--save {save}: cannot write the checkpoint of iteration 6: {save}/tokenizer: No such "
+        "file or directory; it, or the whole folder, was renamed or deleted during the run: put it "
+        "back"
+    )
+    assert not save.exists()
+    assert [path.name for path in save.with_name("elsewhere").glob("*iter_*")] == ["iter_0000002"]
 
 
 @pytest.mark.full
-def test_a_signal_while_a_checkpoint_is_written(troubled):
-    folder, ends = troubled
-    code, printed = ends["signal"]
-    assert code == EXIT_INTERRUPTED
-    assert _saved(folder, "signal") == [2, 3]
+def test_a_signal_while_a_checkpoint_is_written(writing):
+    code, printed, _, left = writing("signal")
+    assert code == EXIT_INTERRUPTED and left == [2, 3]
     last = [line for line in printed.splitlines() if line][-3:]
     assert last[0].endswith("iter_0000002") and last[1].endswith("iter_0000003")
     assert last[2].startswith("stopped by a signal after iteration 3;")
 
 
-def test_leaving_waits_for_what_is_being_written(troubled):
-    folder, ends = troubled
-    assert ends["leaves"][0] == 0
-    assert _saved(folder, "leaves") == [2, 3]
+def test_leaving_waits_for_what_is_being_written(writing):
+    code, _, _, left = writing("leaves")
+    assert code == 0 and left == [2, 3]
 
 
-def test_a_write_that_fails_is_a_warning_and_training_goes_on(troubled):
-    folder, ends = troubled
-    code, printed = ends["full for a while"]
-    assert code == 0
-    warnings = [line for line in printed.splitlines() if line.startswith("warning: --save")]
-    for iteration, warning in zip((2, 4), warnings, strict=True):
-        assert warning == (
-            f"warning: --save {folder}/full_for_a_while: cannot write the checkpoint of iteration "
-            f"{iteration}: {FULL}; there was none before; free the disk or name another folder; "
-            "training continues without it"
-        )
-    assert _saved(folder, "full for a while") == [6]
-
-
-def test_a_last_save_that_fails_is_an_error(troubled):
-    folder, ends = troubled
-    kind, message = ends["full at the end"]
-    assert kind == "NotSaved"
-    assert re.fullmatch(
-        rf"--save {folder}/full_at_the_end: cannot write the checkpoint of iteration 6: {FULL}; "
-        "iter_0000002 is untouched; free the disk or name another folder",
-        message,
-    )
-    assert _saved(folder, "full at the end") == [2]
-
-
-def test_without_memory_training_waits_for_each_checkpoint(troubled):
-    folder, ends = troubled
-    code, printed = ends["no memory"]
-    assert code == 0 and _saved(folder, "no memory") == [2, 4, 6]
+def test_without_memory_training_waits_for_each_checkpoint(writing):
+    code, printed, _, left = writing("no memory")
+    assert code == 0 and left == [2, 4, 6]
     (warning,) = [line for line in printed.splitlines() if "--async-save" in line]
     assert re.fullmatch(
         r"warning: --async-save: a copy of the state during training takes \d+\.\d GiB of host "
         r"memory, and 0.0 GiB are free; training waits for the checkpoint",
         warning,
     )
-
-
-def test_keep_last_keeps_its_meaning(troubled):
-    folder, ends = troubled
-    assert ends["well"][0] == 0
-    assert _saved(folder, "well") == [6]
-    kind, message = ends["diverges after a save"]
-    assert kind == "Diverged" and message.startswith("iteration 5: the loss is ")
-    assert message.endswith(
-        f"; the last good checkpoint is {folder}/diverges_after_a_save/iter_0000002"
-    )
-    assert _saved(folder, "diverges after a save") == [2, 4]  # in spite of --keep-last 1
-
-
-def test_what_cannot_be_deleted_stops_no_save(troubled):
-    folder, ends = troubled
-    check_obstacles(folder / "obstacles", ends["obstacles"])
-
-
-def test_weights_that_are_not_finite_are_not_saved(troubled):
-    folder, ends = troubled
-    kind, message = ends["diverges before a save"]
-    assert kind == "Diverged" and "\n" not in message
-    assert message.startswith("iteration 4: ") and "are not finite; nothing was saved; " in message
-    assert message.endswith(
-        f"the last good checkpoint is {folder}/diverges_before_a_save/iter_0000002"
-    )
-    assert _saved(folder, "diverges before a save") == [2]

@@ -8,9 +8,8 @@ import pytest
 from torch import distributed as dist
 
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.pretrain import main
-from moe_parallel.training.signals import STOP_SIGNALS, Stopped, StopRequest
+from moe_parallel.training.signals import EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, StopRequest
 from tests.program import SMALL, Ranks, Torchrun, flags, small_data
 from tests.tiers import rest_in_full
 

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_parallel.telemetry.metrics import TIMING
-from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
+from moe_parallel.training.signals import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
 from tests.training.stopped_runs import kill, terminate, with_moments

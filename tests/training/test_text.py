@@ -7,8 +7,7 @@ from moe_parallel.config import parse_command_line
 from moe_parallel.data.corpus import DefaultCorpus
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.training.own_tokenizer import OwnTokenizer
-from moe_parallel.training.text import open_text, token_counts
+from moe_parallel.training.text import OwnTokenizer, open_text, token_counts
 from tests.data.small_text import small_bpe, words, write_texts
 
 

@@ -11,8 +11,8 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import make_config
 from moe_parallel.parallel import destroy_groups, initialize_groups
-from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
+from moe_parallel.training.checkpoint.saving import Background
 from moe_parallel.training.engine import Engine
 
 LENGTH, BATCH, VOCABULARY = 16, 4, 100

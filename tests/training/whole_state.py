@@ -10,7 +10,7 @@ import numpy
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.training.tiny_run import TinyRun
 
 Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, kind) -> the whole tensor

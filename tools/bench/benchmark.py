@@ -14,7 +14,7 @@ import torch
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension
 from moe_parallel.tool import Tool, check_positive
-from moe_parallel.training.exit_codes import EXIT_CTRL_C
+from moe_parallel.training.signals import EXIT_CTRL_C
 from tools.bench.results import BenchRow, write_json
 from tools.bench.table import format_absent, format_launched
 

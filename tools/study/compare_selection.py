@@ -30,7 +30,7 @@ from moe_parallel.analysis.study.report import write_study_report
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
-from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
+from moe_parallel.training.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 
 
 def main(arguments: list[str]) -> int:

@@ -36,7 +36,7 @@ from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metri
 
 STUDY_MANIFEST = "study.json"
 Change = tuple[str, Any, Any]  # what differs, before, now
-DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (training/exit_codes.py)
+DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (training/signals.py)
 
 
 @dataclass(frozen=True)

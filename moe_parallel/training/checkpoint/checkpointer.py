@@ -10,7 +10,6 @@ belong to a rank, start anew.
 """
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -19,53 +18,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron import installed_version
-from moe_parallel.training.checkpoint.background import Background
-from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
-from moe_parallel.training.checkpoint.fp8 import (
-    fp8_state,
-    fp8_state_facts,
-    fp8_state_to_read,
-    set_fp8_state,
-)
-from moe_parallel.training.checkpoint.model import check_tensors, model_tensors, placed_tensors
+from moe_parallel.training.checkpoint.index import stored_shapes
 from moe_parallel.training.checkpoint.optimizer import (
-    Piece,
     adam_step,
     master_tensors,
     masters_to_read,
     moment_tensors,
     most_precise,
-    numbered,
     pieces,
     set_adam_step,
 )
-from moe_parallel.training.checkpoint.random import random_state, set_random_state
 from moe_parallel.training.checkpoint.record import (
     FORMAT,
-    UNSEALED,
     Expected,
     as_json,
+    check_content,
     checked_record,
+    rank_share,
 )
-from moe_parallel.training.checkpoint.snapshot import Snapshot
-from moe_parallel.training.checkpoint.tensors import (
-    of_this_rank,
-    read_tensors,
-    shards_of,
-    stored_tensors,
+from moe_parallel.training.checkpoint.saving import Background, Snapshot, Writer, last_good
+from moe_parallel.training.checkpoint.state import (
+    check_tensors,
+    fp8_state_facts,
+    model_tensors,
+    rank_states,
+    rank_states_to_read,
+    set_module_states,
+    set_rank_states,
 )
+from moe_parallel.training.checkpoint.tensors import read_tensors, sharded_tensors, sharded_values
 from moe_parallel.training.checkpoint.upcycling import DenseReader
-from moe_parallel.training.checkpoint.writer import Writer, last_good, rank_share
-from moe_parallel.training.gathered import gather_weights
-from moe_parallel.training.stream import Stream
+from moe_parallel.training.optimizer import gather_weights
+from moe_parallel.training.text import Stream
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class TrainingState:
     """The progress of a run, which gives its position in the data.
 
     `unlogged`: the sums of the iterations that the next log line averages, in JSON's types (see
-    interval.py); None if there are none.
+    loop.Interval); None if there are none.
     """
 
     iteration: int
@@ -198,15 +190,9 @@ class Checkpointer:
     ) -> Snapshot:
         gather_weights(model_chunks)
         model = model_tensors(model_chunks)
-        content: dict[str, Any] = {
-            "model": model,
-            "random": of_this_rank("random_state", random_state()),
-            **fp8_state(model_chunks),
-        }
+        values = [*sharded_values(model), *rank_states(model_chunks)]
         held = [] if optimizer is None else pieces(optimizer, model)
-        if optimizer is not None:
-            content["moments"] = moment_tensors(held)
-            content["masters"] = master_tensors(held)
+        values += [*moment_tensors(held), *master_tensors(held)]
         record = {
             "format": FORMAT,
             "training": asdict(state),
@@ -219,7 +205,7 @@ class Checkpointer:
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
         }
         step = None if optimizer is None else adam_step(held)
-        return Snapshot(state.iteration, shards_of(content), step, record)
+        return Snapshot(state.iteration, values, step, record)
 
     def load(
         self,
@@ -237,30 +223,8 @@ class Checkpointer:
             InputError: on every rank, if there is no checkpoint at `path`, if it is incomplete, or
                 if it does not fit the configuration; the message lists what differs.
         """
-        with _reading(path):
-            expected = Expected(self.fingerprint, self.same_schedule)
-            checkpoint, record = _open(path, expected, scheduler)
-            model = model_tensors(model_chunks)
-            held = [] if optimizer is None else pieces(optimizer, model)
-            content: dict[str, Any] = {"model": model}
-            if scheduler is not None:
-                content["moments"] = moment_tensors(held)
-            if record["layout"] == self.layout:
-                if scheduler is not None:
-                    content["random"] = of_this_rank("random_state", None)
-                content |= fp8_state_to_read(model_chunks, record)
-            stored = agree(lambda: stored_tensors(checkpoint))
-            check_tensors(checkpoint, content, stored, self.states)
-
-            content["model"] = most_precise(model, stored)
-            loaded = read_tensors(content, checkpoint)
-            for chunk, weights in zip(
-                unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
-            ):
-                chunk.load_state_dict(weights)
-            agree(lambda: set_fp8_state(model_chunks, loaded))
-            read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
-            return _go_on(record, held, scheduler, loaded)
+        expected = Expected(self.fingerprint, self.same_schedule)
+        return self._load(path, model_chunks, optimizer, scheduler, expected)
 
     def upcycle(
         self,
@@ -284,25 +248,49 @@ class Checkpointer:
         Raises:
             InputError: as `load`, and if the dense model has other sizes.
         """
+        return self._load(path, model_chunks, optimizer, scheduler, expected, seed)
+
+    def _load(
+        self,
+        path: Path,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        expected: Expected,
+        seed: int | None = None,
+    ) -> TrainingState:
+        """`seed`: of the random values for experts that start from dense layers; None: load."""
         with _reading(path):
             checkpoint, record = _open(path, expected, scheduler)
-            model = model_tensors(model_chunks)
+            model = model_tensors(chunks)
             held = [] if optimizer is None else pieces(optimizer, model)
-            stored = agree(lambda: stored_tensors(checkpoint))
-            reader = DenseReader(stored, seed)
-            weights = placed_tensors(most_precise(model, stored))
-            moments = {} if scheduler is None else moment_tensors(held)
-            same = reader.same([*weights, *moments.values()])
-            masters = reader.same(masters_to_read(held, stored).values())
-            content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
-            check_tensors(checkpoint, content, stored, self.states)
+            stored = agree(lambda: stored_shapes(checkpoint))
+            wanted = most_precise(sharded_tensors(model), stored)
+            if scheduler is not None:
+                wanted += moment_tensors(held)
+            masters = masters_to_read(held, stored)
+            objects: list[ShardedObject] = []
+            dense = None
+            if seed is None:
+                objects = [v for v in sharded_values(model) if isinstance(v, ShardedObject)]
+            else:
+                dense = DenseReader(stored, seed)
+                wanted, masters = dense.same(wanted), dense.same(masters)
+                wanted += dense.parts()
+            check_tensors(checkpoint, wanted, stored, self.states)
 
-            if record["layout"] == self.layout and scheduler is not None:
-                content["random"] = of_this_rank("random_state", None)
-            loaded = read_tensors(content, checkpoint)
-            read_tensors({"masters": numbered(masters)}, checkpoint)
-            reader.fill()
-            return _go_on(record, held, scheduler, loaded)
+            if record["layout"] == self.layout:
+                objects += rank_states_to_read(chunks, record, goes_on=scheduler is not None)
+            loaded = read_tensors([*wanted, *masters, *objects], checkpoint)
+            if dense is not None:
+                dense.fill()
+            set_module_states(chunks, model, loaded)
+            if scheduler is not None:
+                set_adam_step(held, record["adam_step"])
+                scheduler.num_steps = 0
+                scheduler.step(increment=record["scheduler"]["num_steps"])
+            set_rank_states(chunks, loaded)
+            return TrainingState(**record["training"])
 
 
 def _open(
@@ -312,12 +300,6 @@ def _open(
     checkpoint = agree(lambda: find_checkpoint(path))
     record = agree(lambda: checked_record(checkpoint, expected, scheduler))
     agree(lambda: check_content(checkpoint, record["files"], rank_share()))
-    if record["format"] == UNSEALED and dist.get_rank() == 0:
-        print(
-            f"warning: {checkpoint} was saved by an earlier version, whose checkpoint.json has no "
-            "checksum: damage to it may go unseen; what is saved from here on has one",
-            file=sys.stderr,
-        )
     return checkpoint, record
 
 
@@ -331,19 +313,3 @@ def _reading(path: Path) -> Iterator[None]:
             f"--load {path}: cannot read the checkpoint: {error}; "
             "check the disk, or load another checkpoint"
         ) from error
-
-
-def _go_on(
-    record: Mapping[str, Any],
-    held: list[Piece],
-    scheduler: OptimizerParamScheduler | None,
-    loaded: Mapping[str, Any],
-) -> TrainingState:
-    """Restore what is not a tensor: Adam's step, the schedule's, the random states if loaded."""
-    if scheduler is not None:
-        set_adam_step(held, record["adam_step"])
-        scheduler.num_steps = 0
-        scheduler.step(increment=record["scheduler"]["num_steps"])
-    if "random" in loaded:
-        agree(lambda: set_random_state(loaded["random"]))
-    return TrainingState(**record["training"])

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -30,6 +30,7 @@ from moe_parallel.collective_errors import StorageError
 from moe_parallel.reading import open_regular
 
 TENSOR_INDEX = ".metadata"
+COMMON = "common.pt"  # the plain values, which have no use here and are not read
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -132,13 +133,18 @@ def data_files(index: Metadata) -> dict[str, int]:
     return sizes
 
 
-def tensor_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor, by its key."""
-    return {
-        key: tuple(entry.size)
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+Entries: TypeAlias = Mapping[str, TensorStorageMetadata]
+
+
+def tensor_entries(index: Metadata) -> Entries:
+    """The dtype and the shape of every tensor, by its key."""
+    entries = index.state_dict_metadata.items()
+    return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, by its key. Raises StorageError."""
+    return {key: tuple(entry.size) for key, entry in tensor_entries(read_index(folder)).items()}
 
 
 def _check(index: Any) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_PREFIX = "optimizer.state."
@@ -103,46 +103,39 @@ def _pairs(
         yield from zip(model_group, main_group, strict=True)
 
 
-def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
+def moment_tensors(held: list[Piece]) -> list[ShardedTensor]:
     """Adam's moments, placed; moments that do not exist yet are created as zeros, as in Adam."""
-    return numbered(
+    return [
         tensor
         for piece in held
         for name in MOMENTS
         for tensor in _place(piece, _moment(piece, name), f"{STATE_PREFIX}{name}.")
-    )
+    ]
 
 
-def master_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
+def master_tensors(held: list[Piece]) -> list[ShardedTensor]:
     """The fp32 copies of parameters that are not fp32, placed."""
-    return numbered(
+    return [
         tensor for piece in held if piece.has_master for tensor in _place(piece, piece.main, MASTER)
-    )
+    ]
 
 
-def masters_to_read(held: list[Piece], stored: Collection[str]) -> dict[str, ShardedTensor]:
+def masters_to_read(held: list[Piece], stored: Collection[str]) -> list[ShardedTensor]:
     """The `master_tensors`, read from the parameters themselves if those were saved in fp32."""
-    return numbered(
+    return [
         tensor if tensor.key in stored else replace(tensor, key=tensor.key.removeprefix(MASTER))
-        for tensor in master_tensors(held).values()
-    )
+        for tensor in master_tensors(held)
+    ]
 
 
-def most_precise(model: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """The sharded state dict `model`, with fp32 parameters read from fp32 copies of a bf16 run."""
-
-    def choose(tensor: Any) -> Any:
-        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):
-            if tensor.data.dtype == torch.float32 and MASTER + tensor.key in stored:
-                return replace(tensor, key=MASTER + tensor.key)
-        return tensor
-
-    return dict_list_map_outplace(choose, model)
-
-
-def numbered(tensors: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
-    """A dict with arbitrary names: on disk a tensor is identified by its key and its place."""
-    return {str(number): tensor for number, tensor in enumerate(tensors)}
+def most_precise(weights: Iterable[ShardedTensor], stored: Collection[str]) -> list[ShardedTensor]:
+    """The weights of a model, with fp32 ones read from the fp32 copies of a bf16 run."""
+    return [
+        replace(weight, key=MASTER + weight.key)
+        if weight.data.dtype == torch.float32 and MASTER + weight.key in stored
+        else weight
+        for weight in weights
+    ]
 
 
 def adam_step(held: list[Piece]) -> int:

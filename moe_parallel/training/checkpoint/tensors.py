@@ -1,153 +1,90 @@
-"""Sharded tensors on disk: Megatron-Core's torch_dist format, written without helper processes.
+"""Sharded tensors on disk: Megatron-Core's torch_dist format, written and read by torch.
 
-Writing takes the same steps as `megatron.core.dist_checkpointing.save`, with torch's own writer
-instead of Megatron's. Megatron's starts processes (a spawned manager and forked writers, which hang
-a script without a __main__ guard and are unsafe with gloo's threads), and if one rank fails to
-write, the others wait. The files are the same.
-
-Reading takes the same steps as its `load`, but unpickles only tensors and plain values.
+Megatron-Core's modules say which part of which tensor a rank holds (`ShardedTensor`), and torch's
+distributed checkpoint writes and reads the files; the planners below connect the two.
+`megatron.core.dist_checkpointing.save` would start processes (a spawned manager and forked writers,
+which hang a script without a __main__ guard and are unsafe with gloo's threads), and if one rank
+failed to write, the others would wait; its `load` unpickles whatever is there. The files are the
+same. Here only tensors and plain values are unpickled.
 """
 
+from __future__ import annotations
+
 import io
+import math
 import pickle
-import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from io import IOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
-    apply_factory_merges,
+    apply_factories,
+    is_main_replica,
 )
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.utils import (
-    extract_sharded_base,
-    force_all_tensors_to_non_fp8,
-)
-from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.serialization import safe_globals
-
-from moe_parallel.collective_errors import (
-    StorageError,
-    agree,
-    exchange,
-    on_rank_0,
-    one_line,
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from moe_parallel.training.checkpoint.index import read_index, tensor_shapes
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-COMMON = "common.pt"
+from moe_parallel.collective_errors import StorageError, agree, on_rank_0, one_line
+from moe_parallel.platform.megatron import installed_version
+from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
+from moe_parallel.training.checkpoint.index import COMMON, read_index, tensor_entries
+from moe_parallel.training.checkpoint.record import (
+    FORMAT,
+    as_json,
+    check_complete,
+    describe_files,
+    list_files,
+)
 
-# numpy's random state in checkpoints of format 1; later ones store it as a tensor.
-_ARRAYS: list[Any] = [
-    numpy.empty(0).__reduce__()[0],
-    numpy.ndarray,
-    numpy.dtype,
-    numpy.dtypes.UInt32DType,
-]
+#: Bytes after which another file begins. Ranks that load the checkpoint share its files to check.
+FILE_BYTES = 2**32
+#: Megatron-Core's linear layers have a state of their own besides their weights: nothing.
+_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
-
-@dataclass(frozen=True)
-class Shards:
-    """This rank's part of a sharded state dict, in the form in which it is written."""
-
-    main: dict[str, list[Any]]  # by key: the shards and objects that this rank writes
-    every: list[Any]  # all shards and objects of this rank, also those that another one writes
-    common: dict[str, Any]  # plain values, of which those of rank 0 are written
-
-
-def shards_of(content: dict[str, Any]) -> Shards:
-    """The shards in a dict of sharded tensors, sharded objects and plain values.
-
-    They refer to the tensors in `content`: nothing is copied.
-    """
-    sharded, common = save_preprocess(content, validate_access_integrity=False)
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    return Shards(dict(flat), list(nested_values(sharded)), common)
-
-
-def write_tensors(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the shards of all ranks, which all take part.
-
-    Every shard of a tensor must be the main replica on exactly one rank. On return the files are
-    on the disk, not merely in its cache. `group`: see `exchange`.
-
-    Raises:
-        StorageError: on every rank, if a rank could not write.
-    """
-    places = exchange([each.without_data() for each in shards.every], group)
-    on_rank_0(lambda: validate_sharding_integrity(places), group)
-    on_rank_0(lambda: write_common(shards.common, folder), group)
-    try:
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(dict(shards.main)),
-            storage_writer=_Writer(folder),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=False,
-                flatten_state_dict=False,
-                flatten_sharded_tensors=False,
-            ),
-            process_group=group,
-        )
-    except CheckpointException as error:  # the same on every rank
-        raise _unwritable(error) from error
+Sharded: TypeAlias = ShardedTensor | ShardedObject
 
 
-def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read the values named in `content`, into its tensors where it has any; all ranks take part.
-
-    No code in the files is executed: only tensors and plain values are created from them.
-
-    Raises:
-        StorageError: on every rank, if a rank could not read, or found something else.
-    """
-
-    def read() -> dict[str, Any]:
-        with _reading():
-            return _load(content, folder)
-
-    return agree(read)
+def sharded_values(content: Any) -> list[Sharded]:
+    """Every sharded tensor and object in a sharded state dict, also those that factories make."""
+    sharded, _ = extract_sharded_base(content)
+    apply_factories(sharded)
+    return list(nested_values(sharded))
 
 
-def read_whole(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Read whole tensors by their keys into `tensors`, on this process alone.
-
-    Raises:
-        StorageError: they cannot be read, or have other shapes.
-    """
-    with _reading():
-        torch_checkpoint.load(
-            dict(tensors), storage_reader=_Reader(folder), planner=_TensorPlanner(), no_dist=True
-        )
-
-
-def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor in a checkpoint, by its key. Raises StorageError."""
-    return tensor_shapes(read_index(folder))
+def sharded_tensors(content: Any) -> list[ShardedTensor]:
+    """The tensors among `sharded_values`; their data is the model's own memory."""
+    return [value for value in sharded_values(content) if isinstance(value, ShardedTensor)]
 
 
 def of_this_rank(key: str, state: Any) -> ShardedObject:
@@ -155,39 +92,11 @@ def of_this_rank(key: str, state: Any) -> ShardedObject:
     return ShardedObject(key, state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The steps of `megatron.core.dist_checkpointing.load`, with readers that execute no code."""
-    force_all_tensors_to_non_fp8(content)
-    sharded, values, factories = load_preprocess(content)
-    sharded, _ = extract_sharded_base(sharded)
-    flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded)
-    tensors = [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
-    loaded = mcore_to_pyt_state_dict(flat, True)
-    torch_checkpoint.load(
-        loaded,
-        storage_reader=_Reader(folder),
-        planner=_LoadPlanner(
-            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={
-                tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch
-            },
-            flatten_state_dict=False,
-            flatten_sharded_tensors=False,
-        ),
-        no_dist=True,  # each rank finds its parts without communication
-    )
-    unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in loaded.items()}
-    result = _replace_sharded_keys_with_state_dict_keys(unwrapped, places, names)
-    _restore_dict_types(result, sharded)
-    merge(result, values)
-    return apply_factory_merges(result, factories)
-
-
-def not_finite(shards: Shards) -> list[str]:
+def not_finite(values: Iterable[Sharded]) -> list[str]:
     """The keys of the tensors of which this rank's part has a NaN or an infinity."""
     tensors = [
         each
-        for each in shards.every
+        for each in values
         if isinstance(each, ShardedTensor) and each.data.is_floating_point() and each.data.numel()
     ]
     # The extremes are NaN if any value is. They are found in one pass, without temporary tensors.
@@ -197,81 +106,209 @@ def not_finite(shards: Shards) -> list[str]:
     return [tensor.key for tensor, is_finite in zip(tensors, every, strict=True) if not is_finite]
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Convert any error inside to a StorageError.
+# Writing.
 
-    torch's warnings, at every load, about reading without torch.distributed are suppressed.
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a tensor that is to be stored. All parts of a tensor together are all of it."""
+
+    key: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the part's first element in it
+    sizes: tuple[int, ...]  # of the part
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]  # returns the part, [*sizes] in any dtype
+
+
+def write_tensors(
+    values: Iterable[Sharded], folder: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write the sharded values of all ranks, which all take part.
+
+    Every part of a tensor must be the main replica on exactly one rank. On return the files are
+    on the disk, not merely in its cache. `group`: see `exchange`.
+
+    Raises:
+        StorageError: on every rank, if a rank could not write.
     """
+    on_rank_0(lambda: write_common(folder), group)
+    own = [value for value in values if is_main_replica(value.replica_id)]
+    parts = [_part_of(value) for value in own if isinstance(value, ShardedTensor)]
+    objects = {
+        value.unique_key: partial(_saved, [value.data])  # a list, as Megatron-Core stores it
+        for value in own
+        if isinstance(value, ShardedObject)
+    }
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
-    except (CheckpointException, Exception) as error:  # the first is not an Exception
-        raise _unreadable(error) from error
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    """The error of the first rank that failed."""
-    failure: BaseException = next(iter(error.failures.values()))[0]
-    return failure
-
-
-def _unwritable(error: CheckpointException) -> Exception:
-    """An error that is the same on every rank; torch's own exception is not even an Exception."""
-    failure = _first_failure(error)
-    if isinstance(failure, OSError):
-        return StorageError(one_line(failure))
-    return RuntimeError(f"{type(failure).__name__}: {failure}")
-
-
-def _unreadable(error: BaseException) -> StorageError:
-    """The error of files that cannot be read; damaged or crafted files may cause any exception."""
-    failure = _first_failure(error) if isinstance(error, CheckpointException) else error
-    if isinstance(failure, StorageError):
-        return failure
-    if isinstance(failure, OSError):
-        return StorageError(one_line(failure))
-    if isinstance(failure, pickle.UnpicklingError):
-        return StorageError(
-            "it contains something other than tensors and values, which was not run"
+        torch_checkpoint.save(
+            {},
+            storage_writer=_Writer(folder),
+            planner=_SavePlanner(parts, objects),
+            process_group=group,
         )
-    reason = str(failure).partition("\n")[0]
-    return StorageError(f"{type(failure).__name__}: {reason}")
+    except CheckpointException as error:  # the same on every rank; it is not even an Exception
+        failure: BaseException = next(iter(error.failures.values()))[0]  # of the first rank
+        if isinstance(failure, OSError):
+            raise StorageError(one_line(failure)) from error
+        raise RuntimeError(f"{type(failure).__name__}: {failure}") from error
 
 
-def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Write the plain values of a checkpoint, and what kind of files it has. Raises OSError."""
-    content = io.BytesIO()
-    torch.save(common, content)  # given a path, it would hide the reason why a write failed
-    (folder / COMMON).write_bytes(content.getvalue())
+def write_common(folder: Path) -> None:
+    """Write what kind of files a checkpoint has, and no plain values. Raises OSError."""
+    (folder / COMMON).write_bytes(_saved({}).getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-class _Reader(FileSystemReader):
-    """Reads the index without executing it."""
+def write_weights(
+    folder: CheckpointFolder,
+    parts: Iterable[StoredPart],
+    fingerprint: Mapping[str, object],
+    files: Mapping[str, str | Path],
+) -> Path:
+    """Write a checkpoint of iteration 0 without optimizer state, from one process; returns its
+    path.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        index = read_index(Path(self.path))
-        index.storage_meta = StorageMeta(load_id=self.load_id)
-        return index
+    It is published when it is complete, or not at all.
+
+    Args:
+        folder: of the run.
+        parts: of all tensors of the model, by their keys in a checkpoint.
+        fingerprint: see `Checkpointer`.
+        files: small files to store with the weights, see `copy_files`.
+
+    Raises OSError if the disk is full or cannot be written.
+    """
+    parts = list(parts)
+    linear = {
+        part.key.removesuffix("weight") + "_extra_state/shard_0_1"
+        for part in parts
+        if part.key.removesuffix(".weight").endswith(_LINEAR)
+    }
+    states = dict.fromkeys(sorted(linear), _saved([None]).getvalue())
+    record = {
+        "format": FORMAT,
+        "training": {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0},
+        "adam_step": None,
+        "scheduler": None,
+        "layout": {},  # that of no run: there are no random states
+        "fp8_state": None,
+        "fingerprint": as_json(fingerprint),
+        "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
+    }
+    return write_alone(folder, record, files, parts, states, FILE_BYTES)
 
 
-class _LoadPlanner(MCoreLoadPlanner):
-    """Reads objects without executing them; torch's own planner trusts them."""
+def write_alone(
+    folder: CheckpointFolder,
+    record: Mapping[str, Any],
+    files: Mapping[str, str | Path],
+    parts: Sequence[StoredPart],
+    states: Mapping[str, bytes],
+    file_bytes: int,
+    most_files: int | None = None,
+) -> Path:
+    """Write and publish a checkpoint without a model, on one process; returns its path.
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        with safe_globals(_ARRAYS):
-            self.state_dict[read_item.dest_index.fqn] = torch.load(
-                value, map_location="cpu", weights_only=True
-            )
+    A part is in memory while it is written, and no other one.
+
+    Args:
+        folder: of the run.
+        record: see record.py, without the files.
+        files: small files to store with the tensors, see `copy_files`.
+        parts: of all tensors.
+        states: by key, the objects to store with the tensors, as another checkpoint has them.
+        file_bytes: the size of parts at which another file begins.
+        most_files: the number of files, of which the last one has all that remains.
+
+    Raises OSError if the disk is full or cannot be written.
+    """
+    iteration = record["training"]["iteration"]
+    writing = folder.begin(iteration)
+    try:
+        # Each file is planned as if it were a rank's.
+        objects = {key: partial(io.BytesIO, state) for key, state in states.items()}
+        planner = _SavePlanner(parts, objects)
+        plans: list[SavePlan] = [SavePlan([])]
+        size = 0
+        for item, part in zip(planner.items, parts, strict=False):
+            if size >= file_bytes and len(plans) != most_files:
+                plans.append(SavePlan([]))
+                size = 0
+            plans[-1].items.append(item)
+            size += math.prod(part.sizes) * part.dtype.itemsize
+        plans[-1].items.extend(planner.items[len(parts) :])
+        plans, index = planner.create_global_plan(plans)
+        writer = _Writer(writing)
+        results = []
+        for plan in writer.prepare_global_plan(plans):
+            # torch keeps all tensors of a file until it is complete, but no bytes.
+            items = [replace(item, type=WriteItemType.BYTE_IO) for item in plan.items]
+            results.append(writer.write_data(replace(plan, items=items), planner).wait())
+        writer.finish(index, results)
+        write_common(writing)
+        copy_files(files, writing)
+        described = describe_files(writing, list_files(writing))
+        check_complete(writing, described)
+        return folder.publish(iteration, {**record, "files": described}, None)
+    except BaseException:
+        folder.tidy()
+        raise
 
 
-class _TensorPlanner(DefaultLoadPlanner):
-    """Reads no objects."""
+def _part_of(shard: ShardedTensor) -> StoredPart:
+    values = shard.data.detach()[(None,) * shard.prepend_axis_num]
+    shape, offset, sizes = map(tuple, (shard.global_shape, shard.global_offset, values.shape))
+    return StoredPart(shard.key, shape, offset, sizes, values.dtype, lambda: values)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise StorageError(f"{read_item.dest_index.fqn} is not a tensor")
+
+def _saved(value: Any) -> io.BytesIO:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Writes parts of tensors, and objects: by key, what returns their bytes."""
+
+    def __init__(
+        self, parts: Iterable[StoredPart], objects: Mapping[str, Callable[[], io.BytesIO]]
+    ) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.items: list[WriteItem] = []
+        self._values: dict[MetadataIndex, Callable[[], Any]] = {}
+        for part in parts:
+            offset = torch.Size(part.offset)
+            place = ChunkStorageMetadata(offset, torch.Size(part.sizes))
+            properties = TensorProperties(dtype=part.dtype)
+            data = TensorWriteData(place, properties, torch.Size(part.shape))
+            self._add(MetadataIndex(part.key, offset), partial(_as_stored, part), data)
+        for key, content in objects.items():
+            self._add(MetadataIndex(key), content)
+
+    def _add(
+        self, index: MetadataIndex, value: Callable[[], Any], data: TensorWriteData | None = None
+    ) -> None:
+        kind = WriteItemType.BYTE_IO if data is None else WriteItemType.SHARD
+        self.items.append(WriteItem(index, kind, tensor_data=data))
+        self._values[index] = value
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self.items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = self._values[write_item.index]()
+        if isinstance(value, torch.Tensor) and write_item.type == WriteItemType.BYTE_IO:
+            # torch.save would write the whole storage of a view.
+            whole = value.untyped_storage().nbytes() == value.nbytes
+            return _saved(value if whole else value.clone())
+        return value
+
+
+def _as_stored(part: StoredPart) -> torch.Tensor:
+    tensor = part.read().to(part.dtype).contiguous()
+    assert tensor.shape == part.sizes, (part.key, tensor.shape, part.sizes)
+    return tensor
 
 
 class _Writer(FileSystemWriter):
@@ -279,10 +316,10 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = WatchedFileSystem()
+        self.fs = _WatchedFileSystem()
 
 
-class WatchedFileSystem(FileSystem):
+class _WatchedFileSystem(FileSystem):
     """Raises the error of a failed write when the file is closed, not inside torch.save."""
 
     @contextmanager
@@ -321,3 +358,134 @@ class _WatchedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+# Reading.
+
+
+def read_tensors(values: Iterable[Sharded], folder: Path) -> dict[str, Any]:
+    """Read into sharded tensors in place, and return the objects by their keys; all ranks take
+    part.
+
+    Of a tensor that may have another shape, what the checkpoint lacks becomes zero.
+
+    Raises:
+        StorageError: on every rank, if a rank could not read, or found something else.
+    """
+    values = list(values)
+    tensors = [value for value in values if isinstance(value, ShardedTensor)]
+    objects = [value for value in values if isinstance(value, ShardedObject)]
+
+    def read() -> dict[str, Any]:
+        wanted = []
+        for tensor in tensors:
+            data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+            if tensor.allow_shape_mismatch:
+                data.zero_()
+            wanted.append((tensor.key, tuple(tensor.global_offset), data))
+        found = _read(read_index(folder), folder, wanted, [each.unique_key for each in objects])
+        return {each.key: found[each.unique_key] for each in objects}
+
+    return agree(read)
+
+
+def read_whole(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Read whole tensors by their keys into `tensors`, on this process alone.
+
+    Raises StorageError: they cannot be read, or have other shapes.
+    """
+    _read_whole(read_index(folder), tensors, folder)
+
+
+def whole_tensors(
+    folder: Path, keys: Iterable[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint (None: all) in the order of their keys, on this process alone.
+
+    None is kept for the next. Raises StorageError if a file cannot be read.
+    """
+    index = read_index(folder)
+    for key in sorted(tensor_entries(index) if keys is None else keys):
+        yield key, whole_tensor(index, key, folder)
+
+
+def whole_tensor(index: Metadata, key: str, folder: Path) -> torch.Tensor:
+    """A tensor of a checkpoint with this index. Raises StorageError."""
+    entry = tensor_entries(index)[key]
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    _read_whole(index, {key: tensor}, folder)
+    return tensor
+
+
+def _read_whole(index: Metadata, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    entries = tensor_entries(index)
+    for key, tensor in tensors.items():
+        if key not in entries or entries[key].size != tensor.size():
+            raise StorageError(f"{key} is not a tensor of {list(tensor.size())}")
+    _read(index, folder, [(key, (0,) * t.dim(), t) for key, t in tensors.items()], [])
+
+
+def _read(
+    index: Metadata,
+    folder: Path,
+    wanted: Iterable[tuple[str, tuple[int, ...], torch.Tensor]],
+    objects: Iterable[str],
+) -> dict[str, Any]:
+    """Read parts of tensors, each given by key and offset, in place; returns the objects."""
+    try:
+        parts: defaultdict[str, list[tuple[ChunkStorageMetadata, torch.Tensor]]] = defaultdict(list)
+        for key, offset, data in wanted:
+            parts[key].append((ChunkStorageMetadata(torch.Size(offset), data.size()), data))
+        nowhere = torch.Size([0])
+        items = [
+            ReadItem(LoadItemType.BYTE_IO, place, nowhere, place, nowhere, nowhere)
+            for place in map(MetadataIndex, objects)
+        ]
+        for key, of_key in parts.items():
+            entry = index.state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise StorageError(f"{key} is not a tensor there")
+            items += create_read_items_for_chunk_list(key, entry, [place for place, _ in of_key])
+        planner = _LoadPlanner({key: [data for _, data in of_key] for key, of_key in parts.items()})
+        reader = FileSystemReader(folder)
+        reader.set_up_storage_reader(index, is_coordinator=True)
+        reader.read_data(LoadPlan(items), planner).wait()
+        return planner.objects
+    except Exception as error:  # damaged or crafted files may cause any
+        raise _unreadable(error) from error
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads into given tensors, and objects without executing them, which torch's planner does."""
+
+    def __init__(self, tensors: Mapping[str, list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.objects: dict[str, Any] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.index is not None
+        part = self._tensors[index.fqn][index.index]
+        starts_and_lengths = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return part[tuple(slice(start, start + length) for start, length in starts_and_lengths)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """`resolve_tensor` returned a view: nothing is left to do."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        (found,) = torch.load(value, map_location="cpu", weights_only=True)
+        self.objects[read_item.dest_index.fqn] = found
+
+
+def _unreadable(error: Exception) -> StorageError:
+    if isinstance(error, StorageError):
+        return error
+    if isinstance(error, OSError):
+        return StorageError(one_line(error))
+    if isinstance(error, pickle.UnpicklingError):
+        return StorageError(
+            "it contains something other than tensors and values, which was not run"
+        )
+    reason = str(error).partition("\n")[0]
+    return StorageError(f"{type(error).__name__}: {reason}")

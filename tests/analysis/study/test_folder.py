@@ -17,7 +17,7 @@ from moe_parallel.analysis.study.folder import (
     lr_options,
 )
 from moe_parallel.errors import InputError
-from moe_parallel.training.exit_codes import EXIT_DIVERGED
+from moe_parallel.training.signals import EXIT_DIVERGED
 from tests.analysis.study_folder import SHARED, make_study
 
 

@@ -1,9 +1,7 @@
 """Checkpoints that are written during training, on two ranks."""
 
-import errno
 import os
 import re
-import resource
 import signal
 import time
 from datetime import timedelta
@@ -12,21 +10,18 @@ from unittest import mock
 import pytest
 from torch import distributed as dist
 
-from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
-from moe_parallel.training.checkpoint import snapshot
+from moe_parallel.training.checkpoint import saving as checkpoint_writer
+from moe_parallel.training.checkpoint import saving as snapshot
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
-from moe_parallel.training.checkpoint import writer as checkpoint_writer
-from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
-from moe_parallel.training.checkpoint.compare import compare
-from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.checkpoint.inspection import compare
 from moe_parallel.training.checkpoint.record import read_record
-from moe_parallel.training.checkpoint.snapshot import NoMemory
+from moe_parallel.training.checkpoint.saving import Background, NoMemory
 from moe_parallel.training.failure import Diverged
 from tests.distributed import RankError, run_distributed
 from tests.tiers import rest_in_full
-from tests.training.slow_writer import in_writer, slow_writer
+from tests.training.slow_writer import slow_writer
 from tests.training.tiny_run import AOE, OVERLAP, Layout, TinyRun
 
 EP2 = Layout(2, ep=2)
@@ -134,70 +129,6 @@ def test_kill_9_is_as_if_the_save_had_not_begun(tmp_path, arm):
         "iter_0000002",
         "latest_checkpointed_iteration.txt",
     ]
-
-
-def _full_in_the_writer(module, name):
-    """A disk that is full for the thread that writes during training, at one step of a save."""
-    plain = getattr(module, name)
-
-    def full(*args, **kwargs):
-        if in_writer():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(*args, **kwargs)
-
-    return mock.patch.object(module, name, full)
-
-
-def _save_on_a_full_disk(path):
-    """The error of a save during training at each place where a full disk may stop it."""
-    run = _open(path)
-    run.save()
-    messages = []
-    for module, name in (
-        (CheckpointFolder, "begin"),
-        (checkpoint_tensors._WatchedStream, "_put"),
-        (checkpoint_writer, "copy_files"),
-        (checkpoint_folder, "flush_to_disk"),
-    ):
-        run.steps(1)
-        with _full_in_the_writer(module, name):
-            _begin(run)
-            run.steps(1)
-            messages.append(_error(lambda: _finish(run)))
-    if dist.get_rank() == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    _begin(run)
-    run.steps(1)
-    messages.append(_error(lambda: _finish(run)))
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    _begin(run)
-    return messages, _finish(run).name
-
-
-def _error(action):
-    """The message of the InputError that `action` raises."""
-    with pytest.raises(InputError) as caught:
-        action()
-    return str(caught.value)
-
-
-@pytest.mark.full
-def test_a_full_disk_is_the_same_error_on_every_rank(tmp_path):
-    found = run_distributed(2, _save_on_a_full_disk, tmp_path)
-    assert found[0] == found[1]
-    messages, last = found[0]
-    for iteration, message in zip((1, 3, 5, 7, 8), messages, strict=True):
-        assert re.fullmatch(
-            rf"--save {tmp_path}: cannot write the checkpoint of iteration {iteration}: "
-            r"(\S+/__0_0.distcp: No space left on device|No space left on device|"
-            r"\S+/__1_0.distcp: File too large); iter_0000000 is untouched; "
-            "free the disk or name another folder",
-            message,
-        ), message
-    assert "__1_0.distcp: File too large" in messages[-1]  # on rank 1 alone
-    assert last == "iter_0000009" and not list(tmp_path.glob(".*"))
 
 
 def _begin_with_a_weight_that_is_not_finite(path):

@@ -17,8 +17,8 @@ from moe_parallel.training.checkpoint.digest import (
     state_digest,
     tensor_sum,
 )
-from moe_parallel.training.checkpoint.model import model_tensors
 from moe_parallel.training.checkpoint.optimizer import pieces
+from moe_parallel.training.checkpoint.state import model_tensors
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, OVERLAP, Layout, TinyRun
 

@@ -16,14 +16,14 @@ from torch import distributed as dist
 
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import files as checkpoint_files
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
+from moe_parallel.training.checkpoint import record as checkpoint_files
+from moe_parallel.training.checkpoint import saving as checkpoint_writer
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
-from moe_parallel.training.checkpoint import writer as checkpoint_writer
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.failure import Diverged
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import RankError, run_distributed
 from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, Layout, TinyRun

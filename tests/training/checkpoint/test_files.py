@@ -4,7 +4,7 @@ import pytest
 
 from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.files import (
+from moe_parallel.training.checkpoint.record import (
     check_complete,
     check_content,
     check_sizes,

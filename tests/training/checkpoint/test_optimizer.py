@@ -30,7 +30,7 @@ def _moments_in_ranges(placement, parameter, cuts):
         main = torch.zeros(stop - start)
         adam = torch.optim.Adam([main])
         adam.state[main] = {"exp_avg": numbers[start:stop], "exp_avg_sq": -numbers[start:stop]}
-        yield from moment_tensors([Piece(parameter, placement, main, start, True, adam)]).values()
+        yield from moment_tensors([Piece(parameter, placement, main, start, True, adam)])
 
 
 def _whole(tensors, name):
@@ -70,6 +70,6 @@ def test_reading_fills_the_state_in_place():
     main = torch.zeros(7)
     adam = torch.optim.Adam([main])
     piece = Piece(parameter, placement, main, 3, True, adam)
-    for tensor in moment_tensors([piece]).values():
+    for tensor in moment_tensors([piece]):
         tensor.data.fill_(1.0)
     assert adam.state[main]["exp_avg"].tolist() == [1.0] * 7

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_parallel.training.checkpoint.replicas import _astray, astray
+from moe_parallel.training.checkpoint.digest import _astray, astray
 from tests.distributed import run_distributed
 
 A, B, C = -7, 3, 2**40  # ids of tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_parallel.training.gathered import gather_weights
+from moe_parallel.training.optimizer import gather_weights
 from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, BATCH, GATHERED, LENGTH, OVERLAP, Layout, TinyRun
