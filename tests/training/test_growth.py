@@ -29,7 +29,7 @@ GROWN = {
     "tokens": {"seq_length": 4 * LENGTH},
 }
 CHOICES = {"choices": {"moe_router_topk": 4}}
-HAVE_K = ("topk", "aoe", "hash", "uoe")
+HAVE_K = ("topk", "aoe", "hash", "uoe", "corm")
 MOE_LAYERS = 3
 
 

@@ -20,12 +20,15 @@ class CoRMSelection(Balancing, FixedChoices, DispatchedSelection, system="corm")
     """CoRM: the K experts whose queries are nearer to a token's key than at the mean token."""
 
     corm_key_size: int = option(
-        64, "d_2, the width of the keys and queries by which experts are scored", weights=True, least=1
+        64,
+        "d_2, the width of the keys and queries by which experts are scored",
+        weights=True,
+        least=1,
     )
     corm_reference_rate: float = option(
         0.01,
-        "alpha, the share of the way that the reference, a running mean of the tokens of each layer, "
-        "moves after a step to the mean token of that step",
+        "alpha, the share of the way that a layer's reference, a running mean of its tokens, moves "
+        "after a step to the mean token of that step",
         above=0,
         most=1,
     )

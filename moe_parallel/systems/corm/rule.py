@@ -133,6 +133,4 @@ def upcycling(selection: CoRMSelection) -> str | None:
     return None if selection.renormalizes else SCALED_OUTPUT
 
 
-CORM = register(
-    System(CoRMSelection, layer=ContrastiveLayer, rules=rules, upcycling=upcycling)
-)
+CORM = register(System(CoRMSelection, layer=ContrastiveLayer, rules=rules, upcycling=upcycling))
