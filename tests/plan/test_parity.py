@@ -283,7 +283,7 @@ def _flops(cases: dict[str, Options]) -> dict[str, tuple[float, float]]:
 
 def test_flops_are_those_of_the_formula() -> None:
     # Where nothing is computed twice, as C is for the choices of routing_free.
-    names = ("topk", "aoe", "uoe", "corm", "shared", "lory", "dense", "dense and MoE layers")
+    names = ("topk", "aoe", "uoe", "shared", "lory", "dense", "dense and MoE layers")
     (found,) = run_distributed(1, _flops, each({name: SYSTEMS[name] for name in names}, BF16))
     for name, (counted, formula) in found.items():
         assert counted == pytest.approx(formula, rel=1e-3), name
