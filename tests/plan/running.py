@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from moe_parallel.config import Config, make_config, validate
+from moe_parallel.config import Config, FixedChoices, make_config, selection_of, validate
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.parallel import initialize_groups
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
@@ -78,7 +78,7 @@ GATED = SHARED | {"moe_shared_expert_gate": True}
 
 def config_of(options: Options) -> Config:
     whole = SIZES | options
-    if whole.get("expert_selection", "topk") not in ("topk", "aoe", "uoe", "corm"):
+    if not issubclass(selection_of(whole.get("expert_selection", "topk")), FixedChoices):
         for name in {"moe_router_topk", "moe_router_force_load_balancing"} - set(options):
             del whole[name]
     return make_config(whole)
