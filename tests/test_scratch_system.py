@@ -163,7 +163,7 @@ def _describe(package: Path) -> tuple[str, str, list[str]]:
 def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
     ((text, broken, layer),) = run_distributed(1, _describe, package)
     assert "--window-size N" in text and "[window] experts in a window (default: 2)" in text
-    assert "hash, window: the system" in text
+    assert ", window: the system" in text
     assert broken == "--window-size is 5, above --num-experts 4: choose at most 4"
     assert layer == ["RoutedLayer", 1]
 
@@ -425,3 +425,45 @@ def test_a_word_and_a_configuration_stand_for_one_system() -> None:
     assert nameless.startswith("RoutedSelection has no word of its own for --expert-selection")
     assert taken == "the name 'topk' already belongs to TopKSelection"
     assert unknown.startswith("RoutedSelection has no record: register a System for it")
+
+
+BIASED = """
+from dataclasses import dataclass
+
+from moe_parallel.config import BiasBalancing
+from moe_parallel.layers import RoutedLayer, System, register
+from window_system import WindowSelection, rules
+
+
+@dataclass(frozen=True)
+class BiasedSelection(BiasBalancing, WindowSelection, system="biased"):
+    pass
+
+
+register(System(BiasedSelection, layer=RoutedLayer, rules=rules))
+"""
+
+
+def _refusal_of_a_bias(package: Path) -> str:
+    sys.path.insert(0, str(package))
+    from moe_parallel import RoutedMoE
+    from moe_parallel.config import selection_of
+
+    kind = selection_of("biased_system:biased")
+    with pytest.raises(InputError) as refused:
+        RoutedMoE(
+            8,
+            4,
+            selection=kind(window_in_evaluation=True, moe_router_enable_expert_bias=True),
+            backend="reference",
+        )
+    return str(refused.value)
+
+
+def test_a_rule_that_takes_no_bias_refuses_one(package: Path) -> None:
+    (package / "biased_system.py").write_text(BIASED)
+    (refused,) = run_distributed(1, _refusal_of_a_bias, package)
+    assert refused == (
+        "Window has no method with_bias, so no bias can shift the scores of its experts: leave out "
+        "--moe-router-enable-expert-bias, or use another system"
+    )

@@ -24,6 +24,7 @@ from moe_parallel.balancing.load import StepLoad
 from moe_parallel.balancing.losses import LossContext, RoutingLoss
 from moe_parallel.config import Config, DispatchedSelection, FreeExperts, Selection
 from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
+from moe_parallel.errors import InputError
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
@@ -77,6 +78,8 @@ class DispatchedLayer(ExpertLayer):
         self.hash_table = system.table(context)
         rules = self._rules(system.rules(selection))
         self.rule, self.evaluation_rule = context.trace.rule(rules.training), rules.evaluation
+        if self.bias is not None:
+            _check_that_it_takes_a_bias(self.evaluation_rule)
         self.load = StepLoad(self.num_scores) if selection.uses_step_load else None
         available = LossContext(context.num_moe_layers, self.load, self.controller, self)
         losses = [make(selection, available) for make in system.losses]
@@ -311,6 +314,15 @@ class DispatchedLayer(ExpertLayer):
             return None
         moves = self._bias_moves(self.context.iteration(), self.context.train_iters)
         return self.bias if moves else None
+
+
+def _check_that_it_takes_a_bias(rule: Rule) -> None:
+    """Raises InputError for a rule of one's own without `BiasedRule`'s methods."""
+    if not hasattr(rule, "with_bias"):
+        raise InputError(
+            f"{type(rule).__name__} has no method with_bias, so no bias can shift the scores of "
+            "its experts: leave out --moe-router-enable-expert-bias, or use another system"
+        )
 
 
 def _shared_expert(

@@ -5,6 +5,9 @@ quick, and whose module `rule` has the rule and registers the record. A system o
 one module with all three, here or anywhere (docs/systems/README.md).
 """
 
+import importlib
+import pkgutil
+
 from moe_parallel.config.selection.selection import SELECTIONS
 
 # isort: off
@@ -26,6 +29,9 @@ from moe_parallel.systems.smear import SmearSelection
 from moe_parallel.systems.hash import HashSelection
 
 # isort: on
+
+for _room in pkgutil.iter_modules(__path__, f"{__name__}."):  # also those that are not named above
+    importlib.import_module(_room.name)
 
 __all__ = [
     "SELECTIONS",

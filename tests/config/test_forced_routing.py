@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import make_config, validate
+from moe_parallel.config import TokensChoose, make_config, validate
 from moe_parallel.config.forced_routing import ForcedRouting, parse_forced_routing
 from moe_parallel.errors import InputError
 from moe_parallel.systems import SELECTIONS
@@ -78,7 +78,7 @@ def test_a_wrong_workload_is_refused(options: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("system", SELECTIONS)
 def test_it_is_for_systems_in_which_tokens_choose(system: str) -> None:
     options = EXPERTS | {"expert_selection": system, "moe_router_force_routing": "hot"}
-    if system in ("topk", "top_p", "aoe", "aoe_top_p", "uoe"):
+    if issubclass(SELECTIONS[system], TokensChoose):
         assert make_config(options).selection.forced_routing == "hot"
     else:
         with pytest.raises(

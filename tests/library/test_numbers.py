@@ -22,13 +22,18 @@ WITH_SHARED = {  # in training it needs process groups
     "aoe, shared expert": Case(AoESelection(aoe_low_rank_size=2, **SHARED)),
 }
 # A single layer has no option for these: capacity by position, padded or without K, the number of
-# MoE layers in the model, token ids. UoE has no class. The scores of AoE's free experts have
-# another unit here: it follows from the spread of initial weights.
+# MoE layers in the model, token ids. The scores of AoE's free experts have another unit here: it
+# follows from the spread of initial weights.
 NOT_ALONE = (
-    "position", "pad", "K not counted", "per choice", "uoe", "relu", "routing_free", "hash",
+    "position", "pad", "K not counted", "per choice", "relu", "routing_free", "hash",
     "aoe, copies", "aoe, zero experts",
 )  # fmt: skip
-CASES_ALONE = [name for name in CASES if not any(word in name for word in NOT_ALONE)]
+CASES_ALONE = [
+    name
+    for name, case in CASES.items()
+    if isinstance(case.selection, AoE.SYSTEMS | RoutedMoE.SYSTEMS)
+    and not any(word in name for word in NOT_ALONE)
+]
 
 
 def of_case(case: Case, weights: Arrays, dtype: torch.dtype = torch.float64) -> Layer:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_parallel.config import FixedNumber
 from moe_parallel.ops.causal_attention import serves
+from moe_parallel.systems import SELECTIONS
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
@@ -29,7 +31,6 @@ GROWN = {
     "tokens": {"seq_length": 4 * LENGTH},
 }
 CHOICES = {"choices": {"moe_router_topk": 4}}
-HAVE_K = ("topk", "aoe", "hash", "uoe")
 MOE_LAYERS = 3
 
 
@@ -67,6 +68,11 @@ def _cases(layout, options, grown):
     return {name: (layout, options | more) for name, more in {"as it is": {}, **grown}.items()}
 
 
+def _grown(system):
+    has_k = "," not in system and issubclass(SELECTIONS[system], FixedNumber)
+    return GROWN | (CHOICES if has_k else {})
+
+
 def _of_system(name):
     options = systems.options(name)
     if options["expert_selection"] == "lory":  # so many merges that all are of one round
@@ -76,8 +82,7 @@ def _of_system(name):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
-    grown = GROWN | (CHOICES if system in HAVE_K else {})
-    cases = _cases(Layout(), _of_system(system), grown)
+    cases = _cases(Layout(), _of_system(system), _grown(system))
     (found,) = run_distributed(1, _of_steps, cases, tmp_path)
     assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
 
@@ -101,8 +106,7 @@ DIVIDED = [name for name in SYSTEMS if not systems.merges(name)]
 @pytest.mark.parametrize("system", DIVIDED)
 def test_messages_are_five_per_layer_and_micro_batch(tmp_path, system):
     """Rows that each expert gets; tokens with their probs, outputs, and the gradients of both."""
-    grown = GROWN | (CHOICES if system in HAVE_K else {})
-    cases = _cases(Layout(2, ep=2), _of_system(system), grown)
+    cases = _cases(Layout(2, ep=2), _of_system(system), _grown(system))
     for found in run_distributed(2, _of_steps, cases, tmp_path):
         for _, messages in found.values():
             assert messages == found["as it is"][1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -277,11 +276,9 @@ class Selection(Section):
 
 @functools.cache
 def selections() -> dict[str, type[Selection]]:
-    """SELECTIONS with all systems of the tree: the modules of `moe_parallel.systems`."""
+    """SELECTIONS with all systems of the tree, `moe_parallel.systems`."""
     # By name, because the systems build on this package.
-    systems = importlib.import_module(_IN_TREE)
-    for found in pkgutil.iter_modules(systems.__path__, f"{_IN_TREE}."):
-        importlib.import_module(found.name)
+    importlib.import_module(_IN_TREE)
     return SELECTIONS
 
 
