@@ -137,6 +137,7 @@ SYSTEMS: dict[str, Options] = {
         "moe_top_p_integral_gain": 0.1,
         "moe_aux_loss_coeff": 0.05,
     },
+    "corm": {"moe_aux_loss_coeff": 0.05, "corm_key_size": 8, "corm_reference_rate": 0.25},
 }
 
 

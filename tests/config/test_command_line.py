@@ -202,7 +202,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
         "[aoe, aoe_top_p, aoe_threshold, aoe_expert_choice, routing_free] d_low, the rank of W_g"
         in selection
     )
-    assert "[topk, aoe, uoe, hash] number of experts per token" in selection
+    assert "[topk, aoe, uoe, hash, corm] number of experts per token" in selection
     assert "[all but lory, lory_prefix, smear] total width of the shared expert" in selection
     assert "sum to p (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
 
@@ -312,7 +312,7 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
         ("lory", "--aoe-gate", "aoe"),
         ("aoe", "--moe-router-num-groups", "topk"),
         ("aoe", "--moe-top-p", "top_p or aoe_top_p"),
-        ("expert_choice", "--moe-router-topk", "topk or aoe or uoe or hash"),
+        ("expert_choice", "--moe-router-topk", "topk or aoe or uoe or hash or corm"),
         ("top_p", "--lory-segment-length", "lory or lory_prefix or segment_expert_choice"),
         ("lory", "--smear-expert-dropout", "smear"),
     ],

@@ -24,6 +24,7 @@ from tests.config.test_validate import AOE, VALID
 AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
 LORY = {"expert_selection": "lory", "lory_segment_length": 4}
 PREFIX = {"expert_selection": "lory_prefix", "lory_segment_length": 4}
+CORM = {"expert_selection": "corm"}
 UOE = {"expert_selection": "uoe"}
 ERC = {"moe_erc_loss_coeff": 1.0}
 SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
@@ -185,6 +186,8 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         "--moe-erc-loss-coeff is 1.0, which compares experts, and --num-experts is 1: raise it",
     ),
     # UoE
+    (CORM | {"corm_key_size": 0}, 1, "--corm-key-size is 0: it must be at least 1"),
+    (CORM | {"corm_reference_rate": 0.0}, 1, "--corm-reference-rate is 0.0: it must be above 0"),
     (UOE | {"uoe_routing_neurons": 0}, 1, "--uoe-routing-neurons is 0: it must be at least 1"),
     (UOE | {"uoe_routing_neurons": 48}, 1, "is 48 of the 48 neurons .* to select: choose fewer"),
     (

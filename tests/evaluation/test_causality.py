@@ -106,6 +106,7 @@ SYSTEMS = {
     "aoe, solved bias": System(AOE | SOLVED, SOUND, SOUND),
     "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
     "uoe": System({"expert_selection": "uoe"}, SOUND, SOUND),
+    "corm": System({"expert_selection": "corm"}, SOUND, SOUND),
     "threshold": System({"expert_selection": "threshold"}, SOUND, SOUND),
     "aoe_threshold": System({"expert_selection": "aoe_threshold"} | LOW_RANK, SOUND, SOUND),
     "routing_free": System({"expert_selection": "routing_free"} | LOW_RANK, SOUND, SOUND),

@@ -90,6 +90,10 @@ def test_the_rule_of_evaluations(of_run, expected):
     [
         (options("smear"), "smear is not exported: each token needs the mean of its whole seq"),
         (options("top_p, a moving p"), "top_p is not exported: its p is that of the latest step"),
+        (
+            options("corm"),
+            "corm is not exported: its layer, ContrastiveLayer, has no",
+        ),
         (options("segment_expert_choice"), "segment_expert_choice is not exported: experts are"),
         (
             options("aoe") | {"moe_router_force_routing": "hot:0.5"},

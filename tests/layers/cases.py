@@ -18,6 +18,7 @@ from moe_parallel.systems import (
     TopPSelection,
     UoESelection,
 )
+from moe_parallel.systems.corm import CoRMSelection
 from tests.layers.single import EXPERTS, WIDTH, Case
 
 
@@ -59,6 +60,10 @@ def uoe(k: int = 2, aux: float = 0.3, **options: Any) -> UoESelection:
     return UoESelection(moe_router_topk=k, moe_aux_loss_coeff=aux, **options)
 
 
+def corm(k: int = 2, aux: float = 0.3, **options: Any) -> CoRMSelection:
+    return CoRMSelection(moe_router_topk=k, moe_aux_loss_coeff=aux, corm_key_size=3, **options)
+
+
 def threshold(**options: Any) -> ThresholdSelection:
     return ThresholdSelection(**options)
 
@@ -78,6 +83,7 @@ BUSY = (0.0, 0.0, 2.5, 0.0)  # every token chooses the third expert
 SKEWED = (0.5, 0.0, -0.5, 0.2)
 BALANCE = (0.2, -0.1, 0.05, -0.3)
 LOAD = (0.9, 0.1, 0.6, 0.4)
+REFERENCE = (0.7, -0.3, 1.1, 0.4, -0.9)
 #: Minus the cutoffs of logits, and of norms; fp32 has these numbers.
 CUTOFFS = (0.25, -0.125, 0.0, -0.5)
 OF_NORMS = (-3.25, -2.5, -2.75, -4.0)
@@ -288,6 +294,14 @@ CASES = {
     "uoe, gated routing, drop": Case(uoe(uoe_gate_routing=True), capacity_factor=0.6),
     "uoe, balanced by bias": Case(uoe(**BIASED), balance=BALANCE),
     "uoe, in turn": Case(uoe(**IN_TURN)),
+    "corm": Case(corm(), reference=REFERENCE),
+    "corm, before the first update": Case(corm()),
+    "corm, two sequences": Case(corm(**SEQUENCE), reference=REFERENCE, sequences=2, tokens=6),
+    "corm, one expert": Case(corm(k=1), reference=REFERENCE),
+    "corm, importance loss": Case(corm(aux=0.0, **IMPORTANCE), reference=REFERENCE),
+    "corm, drop by probability": Case(corm(), reference=REFERENCE, capacity_factor=0.6),
+    "corm, in turn": Case(corm(**IN_TURN), reference=REFERENCE),
+    "corm, evaluated": Case(corm(), reference=REFERENCE, training=False),
     "threshold": Case(threshold(), balance=CUTOFFS),
     "threshold, two sequences": Case(threshold(), balance=CUTOFFS, sequences=2, tokens=6),
     "threshold, evaluated": Case(threshold(), balance=CUTOFFS, training=False),
@@ -327,6 +341,7 @@ SHARED_CASES = {
     "aoe, gated": Case(aoe(**GATED)),
     "aoe_top_p": Case(aoe_top_p(**SHARED)),
     "uoe": Case(uoe(**SHARED)),
+    "corm": Case(corm(**SHARED), reference=REFERENCE),
 }
 
 

@@ -17,6 +17,7 @@ from moe_parallel.systems import (
     TopKSelection,
     UoESelection,
 )
+from moe_parallel.systems.corm import CoRMSelection
 from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.systems.threshold import Cutoffs
 from moe_parallel.systems.top_p import DynamicChoices
@@ -38,6 +39,9 @@ def expected_scores(case: Case, given: Arrays) -> numpy.ndarray:
     x_TD = given["x"].reshape(-1, WIDTH)
     if isinstance(case.selection, UoESelection):
         return oracle.union_scores(x_TD, given["w_gate_up_ED2R"], case.selection.uoe_norm_of)
+    if isinstance(case.selection, CoRMSelection):
+        weights = given["w_key_RD"], given["w_query_ERD"]
+        return oracle.contrastive_scores(x_TD, *weights, numpy.array(case.reference))
     if case.autonomous:
         norms = oracle.norm_scores(x_TD, given["w_down_EDR"]) - given.get("b_E", 0.0)
         unit = INIT_STD * numpy.sqrt(WIDTH * case.selection.aoe_low_rank_size)
@@ -102,6 +106,8 @@ def _fixed_choices(case: Case, s: FixedChoices, scores: numpy.ndarray) -> oracle
         return routing.top_k(scores, k, gate=gate, bias=case.balance)
     if isinstance(s, UoESelection):
         return routing.top_k(scores, k, bias=case.balance)
+    if isinstance(s, CoRMSelection):
+        return routing.top_k(scores, k, gate="all" if k == 1 else "selected")
     assert isinstance(s, TopKSelection)
     groups = None
     if s.moe_router_num_groups is not None:

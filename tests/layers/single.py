@@ -15,6 +15,7 @@ from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.systems import RoutingFreeSelection, UoESelection
+from moe_parallel.systems.corm import CoRMSelection
 from moe_parallel.systems.hash.rule import build_hash_table
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
@@ -53,6 +54,8 @@ class Case:
     #: The result of previous steps: the balancing bias, and the load of the latest step.
     balance: tuple[float, ...] | None = None
     load: tuple[float, ...] | None = None
+    #: CoRM's running mean of the tokens.
+    reference: tuple[float, ...] = (0.0,) * WIDTH
     #: The number that the controller sets.
     setting: float | None = None
 
@@ -94,6 +97,10 @@ def values(case: Case, seed: int = 0) -> Arrays:
     elif isinstance(s, UoESelection):
         given |= _union(rng, s.routing_neurons(EXPERT_WIDTH, EXPERTS))
         given["w_gate_up_ED2R"] *= numpy.exp(numpy.array(case.bias))[:, None, None, None]
+    elif isinstance(s, CoRMSelection):
+        given["w_key_RD"] = rng.normal(size=(s.corm_key_size, WIDTH))
+        given["w_query_ERD"] = rng.normal(size=(EXPERTS, s.corm_key_size, WIDTH))
+        given |= _swiglu_experts(rng, EXPERT_WIDTH)
     else:
         assert isinstance(s, RoutedSelection)
         given |= _router(rng, case, x)
@@ -191,6 +198,8 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
             layer.bias.bias_E.copy_(torch.tensor(case.balance))
         if case.load is not None:
             layer.load.share_E.copy_(torch.tensor(case.load))
+        if isinstance(case.selection, CoRMSelection):
+            layer.reference.mean_D.copy_(torch.tensor(case.reference))
         if case.setting is not None:
             layer.controller.state[0] = case.setting
     return layer.train(case.training)

@@ -53,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "prefix routing": {**MOE, "expert_selection": "lory_prefix"},
     "smear": {**MOE, "expert_selection": "smear"},
     "segment expert choice": {**MOE, "expert_selection": "segment_expert_choice"},
+    "corm": {**MOE, "expert_selection": "corm"},
     "uoe": {**MOE, "expert_selection": "uoe"},
     "uoe, narrow experts": {**MOE, "expert_selection": "uoe", "moe_ffn_hidden_size": 100},
 }
@@ -63,6 +64,7 @@ CHOSEN = {
     "expert_choice": 1.5,
     "aoe": 2,
     "aoe_expert_choice": 2,
+    "corm": 2,
     "uoe": 2,
     "lory": 1,
     "lory_prefix": 1,
@@ -113,7 +115,10 @@ def closed_formula(options: dict[str, Any]) -> Count:
     always += (d if get("moe_shared_expert_gate") else 0) * moe_layers
     if not system.startswith(("aoe", "uoe")):
         hidden = get("moe_router_hidden_size")
-        always += (hidden * (d + n) if hidden else n * d) * moe_layers
+        router = hidden * (d + n) if hidden else n * d
+        if system == "corm":  # the key and the queries of the experts have 64 numbers
+            router = 64 * d * (1 + n)
+        always += router * moe_layers
     width = get("moe_ffn_hidden_size") or options["ffn_hidden_size"]
     low = get("aoe_low_rank_size") or get("moe_gate_low_rank_size")
     down, rest = 0, 3 * d * width

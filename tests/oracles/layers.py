@@ -64,6 +64,28 @@ def norm_scores(x_TD: Array, w_down_EDR: Array) -> Array:
     )
 
 
+def contrastive_scores(
+    x_TD: Array, w_key_RD: Array, w_query_ERD: Array, reference_D: Array
+) -> Array:
+    """(cos of expert e's query at x and the key of x, less that of its query at the reference and
+    the same key) / sqrt(d_2) (CoRM, Eq. 1 to 6). A query at a reference of 0 adds nothing."""
+
+    def cosine(a: Array, b: Array) -> float:
+        lengths = math.sqrt(sum(n * n for n in a)) * math.sqrt(sum(n * n for n in b))
+        return sum(m * n for m, n in zip(a, b, strict=True)) / lengths if lengths else 0.0
+
+    root = math.sqrt(len(w_key_RD))
+    return numpy.array(
+        [
+            [
+                (cosine(w @ x, w_key_RD @ x) - cosine(w @ reference_D, w_key_RD @ x)) / root
+                for w in w_query_ERD
+            ]
+            for x in x_TD
+        ]
+    )
+
+
 def capacity(tokens: int, k: int, num_experts: int, factor: float) -> int:
     return math.ceil(tokens * k / num_experts * factor)
 

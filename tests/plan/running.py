@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from moe_parallel.config import Config, make_config, validate
+from moe_parallel.config import Config, FixedChoices, make_config, selection_of, validate
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.parallel import initialize_groups
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
@@ -46,6 +46,7 @@ EXPERT_CHOICE = {"expert_selection": "expert_choice"}
 AOE_TOP_P = AOE | TOP_P | {"expert_selection": "aoe_top_p", "moe_top_p": 0.65}
 AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
 UOE = {"expert_selection": "uoe", "uoe_routing_neurons": 16}
+CORM = {"expert_selection": "corm", "corm_key_size": 16}
 HASH = {"expert_selection": "hash", "moe_router_topk": 4}
 RELU = {"expert_selection": "relu"}
 THRESHOLD = {"expert_selection": "threshold"}
@@ -77,7 +78,7 @@ GATED = SHARED | {"moe_shared_expert_gate": True}
 
 def config_of(options: Options) -> Config:
     whole = SIZES | options
-    if whole.get("expert_selection", "topk") not in ("topk", "aoe", "uoe"):
+    if not issubclass(selection_of(whole.get("expert_selection", "topk")), FixedChoices):
         for name in {"moe_router_topk", "moe_router_force_load_balancing"} - set(options):
             del whole[name]
     return make_config(whole)
