@@ -5,7 +5,6 @@ Shape suffixes: T tokens, K slots of a token, E experts, P merged experts.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,54 +12,18 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class LayerSelections(ABC):
-    """What a layer selected for each of T tokens."""
+class ChosenExperts:
+    """The choices of a layer that dispatches T tokens, before capacity drops any."""
 
     layer: int  # from 1
-    entropy_T: np.ndarray  # fp32: of the softmax over all scores, or of the merge weights; nats
+    entropy_T: np.ndarray  # fp32: of the softmax over all scores, nats
     dropped_T: np.ndarray  # int: choices over capacity
-
-    @property
-    @abstractmethod
-    def num_experts(self) -> int:
-        """E."""
-
-    @abstractmethod
-    def of(self, rows_N: np.ndarray) -> LayerSelections:
-        """The selections of some tokens, in that order."""
-
-    @abstractmethod
-    def shares_E(self) -> np.ndarray:
-        """fp64: the number of tokens of each expert; of merged experts the sum of weights."""
-
-    @cached_property
-    @abstractmethod
-    def active_TE(self) -> np.ndarray:
-        """bool: whether the token uses the expert."""
-
-    @abstractmethod
-    def slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(number for each token [T], experts, weights): the tokens' experts one after another, the
-        best of each token first."""
-
-    @abstractmethod
-    def best_T(self) -> np.ndarray:
-        """int: the expert of each token with the largest weight; -1 if it has none."""
-
-
-@dataclass(frozen=True)
-class ChosenExperts(LayerSelections):
-    """The choices of a layer that dispatches tokens, before capacity drops any."""
-
     experts_TK: np.ndarray  # int; -1: an empty slot
     probs_TK: np.ndarray  # fp32
-    experts: int  # of the layer
-
-    @property
-    def num_experts(self) -> int:
-        return self.experts
+    num_experts: int  # E, of the layer
 
     def of(self, rows_N: np.ndarray) -> ChosenExperts:
+        """The selections of some tokens, in that order."""
         return replace(
             self,
             experts_TK=self.experts_TK[rows_N],
@@ -70,20 +33,25 @@ class ChosenExperts(LayerSelections):
         )
 
     def shares_E(self) -> np.ndarray:
+        """fp64: the number of tokens of each expert."""
         bins = np.bincount(self.experts_TK.ravel() + 1, minlength=self.num_experts + 1)
         return bins[1:].astype(np.float64)
 
     @cached_property
     def active_TE(self) -> np.ndarray:
+        """bool: whether the token uses the expert."""
         active = np.zeros((len(self.experts_TK), self.num_experts + 1), dtype=bool)
         np.put_along_axis(active, self.experts_TK.astype(np.int64) + 1, True, axis=1)
         return active[:, 1:]
 
     def slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(number for each token [T], experts, weights): the tokens' experts one after another, the
+        best of each token first."""
         filled_TK = self.experts_TK >= 0
         return filled_TK.sum(axis=1), self.experts_TK[filled_TK], self.probs_TK[filled_TK]
 
     def best_T(self) -> np.ndarray:
+        """int: the expert of each token with the largest weight; -1 if it has none."""
         if not self.experts_TK.shape[1]:
             return np.full(len(self.experts_TK), -1)
         probs_TK = np.where(self.experts_TK >= 0, self.probs_TK, -np.inf)
@@ -92,10 +60,13 @@ class ChosenExperts(LayerSelections):
 
 
 @dataclass(frozen=True)
-class MergedSelections(LayerSelections):
-    """The weights of a layer that merges experts. An expert is used if its weight is above 2 / E,
-    as in Lory's Appendix."""
+class MergedSelections:
+    """The weights of a layer that merges experts, with the methods of `ChosenExperts`. An expert is
+    used if its weight is above 2 / E, as in Lory's Appendix."""
 
+    layer: int
+    entropy_T: np.ndarray  # fp32: of the merge weights, nats
+    dropped_T: np.ndarray  # 0
     weights_PE: np.ndarray  # fp32
     merge_T: np.ndarray  # int: the merged expert that computes the token
 
@@ -112,6 +83,7 @@ class MergedSelections(LayerSelections):
         )
 
     def shares_E(self) -> np.ndarray:
+        """fp64: the sum of each expert's weights over the tokens."""
         tokens_P = np.bincount(self.merge_T, minlength=len(self.weights_PE))
         return tokens_P @ self.weights_PE.astype(np.float64)
 
@@ -127,6 +99,9 @@ class MergedSelections(LayerSelections):
 
     def best_T(self) -> np.ndarray:
         return self.weights_PE.argmax(axis=1)[self.merge_T]
+
+
+LayerSelections = ChosenExperts | MergedSelections
 
 
 @dataclass(frozen=True)

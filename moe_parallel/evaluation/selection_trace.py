@@ -113,7 +113,7 @@ def _chosen(choices: Choices, tokens: Tokens, layer: DispatchedLayer) -> ChosenE
         dropped_T=whole(dropped_T[:, None])[:, 0],
         experts_TK=whole(dispatched.experts_TK),
         probs_TK=whole(choices.probs_TK.float()),
-        experts=layer.num_experts,
+        num_experts=layer.num_experts,
     )
 
 

@@ -38,7 +38,7 @@ def random_selections(
                 dropped_T=generator.integers(0, 2, tokens),
                 experts_TK=experts_TK,
                 probs_TK=generator.random((tokens, k)).astype(np.float32),
-                experts=experts,
+                num_experts=experts,
             )
         )
     return TextSelections(

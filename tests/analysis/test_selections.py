@@ -10,7 +10,7 @@ CHOSEN = ChosenExperts(
     dropped_T=np.array([0, 1, 0]),
     experts_TK=np.array([[2, 0], [-1, 3], [-1, -1]]),
     probs_TK=np.array([[0.25, 0.75], [0.9, 0.5], [0.1, 0.1]], dtype=np.float32),
-    experts=4,
+    num_experts=4,
 )
 # Four experts: a weight above 1/2 is used.
 MERGED = MergedSelections(

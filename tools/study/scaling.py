@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     run.add_argument(
         "--local", action="store_true", help="run the cells on this machine, without Slurm"
     )
-    report = commands.add_parser("report", help="write scaling.csv and scaling.png")
+    report = commands.add_parser("report", help="write scaling.csv and scaling.html")
     report.add_argument("study", type=Path, help="the folder of the study")
     report.add_argument(
         "--warm-up",
@@ -83,7 +83,10 @@ def main(arguments: list[str]) -> int:
         help="horizontal axis: nodes, or a flag of --vary (default: nodes if their number "
         "varies, otherwise the first flag with several values)",
     )
-    return tool.run(arguments, lambda own: _run(own) if own.command == "run" else _report(own))
+    words = ["python", "tools/study/scaling.py", *arguments]
+    return tool.run(
+        arguments, lambda own: _run(own) if own.command == "run" else _report(own, words)
+    )
 
 
 def _run(own: Namespace) -> int:
@@ -163,7 +166,7 @@ def _run_here(folder: CellFolder) -> int:
         ).returncode
 
 
-def _report(own: Namespace) -> None:
+def _report(own: Namespace, words: list[str]) -> None:
     if own.warm_up < 0:
         raise InputError(f"--warm-up is {own.warm_up}: it must be at least 0")
     if not own.study.is_dir():
@@ -177,7 +180,7 @@ def _report(own: Namespace) -> None:
     for row in rows if cluster is not None else []:
         if row.no_plan is not None:
             print(f"no plan: {row.cell.name}: {row.no_plan}")
-    for file in write_scaling_report(rows, own.study):
+    for file in write_scaling_report(rows, own.study, words):
         print(file)
 
 

@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
 from run_cells import ROOT
@@ -42,9 +41,17 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[s
     Raises InputError if something cannot be trained or cannot be compared.
     """
     raw = read_yaml(options.config)
-    design = _design(raw.pop(SECTION, None), options)
+    design = StudyDesign.from_raw(raw.pop(SECTION, None))
+    if options.equal is not None:
+        design = dataclasses.replace(design, equal=options.equal)
+    if design.margin is not None:
+        student()  # a missing package is reported before the first run, not after the last
+    if not (words := options.selections or design.selections):
+        raise InputError(
+            f"--selections is not set: name systems, or give the section {SECTION} of --config "
+            "a line selections"
+        )
     file, overrides = SharedFile.from_raw(raw), parse_overrides(options.override)
-    words = _selections(options, design)
     chosen = choose_contenders(words, file, overrides, design.selections)
     contenders = {each.name: each for each in chosen}
     for contender in contenders.values():
@@ -65,25 +72,6 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[s
         manifest = manifest.joined_to(earlier, file)
     _fit(manifest, options.nproc)
     return manifest, seeds
-
-
-def _design(section: Any, options: Namespace) -> StudyDesign:
-    """The design of the file, with the terms of the command line. Raises InputError."""
-    design = StudyDesign.from_raw(section)
-    if options.equal is not None:
-        design = dataclasses.replace(design, equal=options.equal)
-    if design.margin is not None:
-        student()  # a missing package is reported before the first run, not after the last
-    return design
-
-
-def _selections(options: Namespace, design: StudyDesign) -> Sequence[str]:
-    if not (words := options.selections or design.selections):
-        raise InputError(
-            f"--selections is not set: name systems, or give the section {SECTION} of --config "
-            "a line selections"
-        )
-    return words
 
 
 def _fit(manifest: StudyManifest, processes: int) -> None:

@@ -24,7 +24,6 @@ from moe_parallel.analysis.study.measures import (
 )
 from moe_parallel.analysis.study.results import (
     MEASURED,
-    Comparison,
     Comparisons,
     Result,
     StudyResults,
@@ -303,27 +302,13 @@ def _routing(study: StudyResults) -> str:
 
 
 def _comparison_sections(study: StudyResults) -> list[str]:
-    """The conclusions, the terms, and the tests. Without a margin there are none."""
+    """The tests, what they show and do not show, and the terms. Without a margin there are none."""
     if (comparisons := Comparisons.of(study)) is None:
         return []
-    return [
-        "## What the numbers show\n",
-        _bullets(_conclusions(study, comparisons)),
-        f"## Equal terms: {study.design.terms.told}\n",
-        _terms(study, comparisons),
-        f"## Tests against {study.reference.name}\n",
-        _tests(comparisons),
-    ]
-
-
-def _conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
-    """What the numbers show, and what they do not show: first what the study asks."""
-    compared = [*comparisons.compared.values(), *comparisons.of_pairs]
     by_number: dict[int, list[PairedTest]] = {}
-    for each in compared:
+    for each in (*comparisons.compared.values(), *comparisons.of_pairs):
         by_number.setdefault(each.test.runs, []).append(each.test)
-    return [
-        *map(_verdict, compared),
+    sentences = [
         *(
             f"**{name}** is reported, not compared: {reason}."
             for name, reason in comparisons.only_reported.items()
@@ -335,25 +320,13 @@ def _conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
         "evaluations of one run are not repetitions. Intervals hold for other seeds, and only for "
         "this model size, text and number of tokens.",
     ]
-
-
-def _verdict(comparison: Comparison) -> str:
-    test, verdict, other = comparison.test, comparison.verdict, comparison.other
-    if verdict == "equivalent":
-        said = f"is equivalent to {other}"
-    elif verdict == "not decided":
-        said = (
-            f"and {other}: neither a difference nor equivalence is shown. They may differ, "
-            "although no difference was found"
-        )
-    else:
-        direction, _, size = verdict.partition(" by ")
-        said = f"is {direction} than {other}"
-        said += f", by {size}" if size else "; whether by more than the margin is not decided"
-    return (
-        f"**{comparison.name}** {said} ({_signed(test.mean)} nats per token on average, 95% "
-        f"interval {_signed(test.low)} to {_signed(test.high)}, corrected p = {comparison.p:.3g})."
-    )
+    return [
+        f"## What the numbers show: loss minus that of {study.reference.name}\n",
+        _tests(comparisons),
+        _bullets(sentences),
+        f"## Equal terms: {study.design.terms.told}\n",
+        _terms(study, comparisons),
+    ]
 
 
 def _pairs(comparisons: Comparisons) -> list[str]:
@@ -399,7 +372,8 @@ def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
         f"at {LEVEL:g}, with Holm's correction for {counted(number, 'test')}. "
         f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
         "the first run. Equivalence is tested for each of them by itself, by two one-sided tests "
-        f"at {LEVEL:g}."
+        f"at {LEVEL:g}. Not decided: neither a difference nor equivalence is shown, and they may "
+        "differ, although no difference was found."
     )
 
 

@@ -17,9 +17,10 @@ from tests.analysis.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
 
 CELLS = """nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,own_seconds,\
-dispatch_seconds,pipeline_seconds,reduce_seconds,rest_seconds,planned_tokens_per_second,plan_error
-1,8,all,32,1000.0,1.0,1.3,1.2,0.0,0.0,0.1,0.0,,
-2,16,all,32,1800.0,0.9,0.7,0.5,0.1,0.0,0.1,0.0,2000.0,0.11
+dispatch_seconds,pipeline_seconds,reduce_seconds,rest_seconds,planned_tokens_per_second,plan_error,\
+axis
+1,8,all,32,1000.0,1.0,1.3,1.2,0.0,0.0,0.1,0.0,,,nodes
+2,16,all,32,1800.0,0.9,0.7,0.5,0.1,0.0,0.1,0.0,2000.0,0.11,nodes
 """
 
 

@@ -262,8 +262,10 @@ def test_a_study_of_a_flag_has_the_flag_on_its_axis(tmp_path):
     require_chromium()
     study = tmp_path / "ep"
     study.mkdir()
-    head = "nodes,ranks,ep,tokens_per_second,efficiency,step_seconds,compute_seconds"
-    cells = "".join(f"2,4,{ep},{900 + 10 * ep}.0,1.0,0.5,0.5\n" for ep in (1, 2, 4))
+    head = (
+        "nodes,ranks,ep,tokens_per_second,efficiency,step_seconds,compute_seconds,plan_error,axis"
+    )
+    cells = "".join(f"2,4,{ep},{900 + 10 * ep}.0,1.0,0.5,0.5,{ep / 10},ep\n" for ep in (1, 2, 4))
     (study / "scaling.csv").write_text(f"{head}\n{cells}")
     file = tmp_path / "report.html"
     file.write_text(report_of([study], command=["python"]), encoding="utf-8")
@@ -274,6 +276,12 @@ def test_a_study_of_a_flag_has_the_flag_on_its_axis(tmp_path):
         words = browser.value(f"[...{speed}.querySelectorAll('svg text')].map(t => t.textContent)")
         assert {"1", "2", "4", "ep"} <= set(words)
         assert browser.value(f"{speed}.querySelectorAll('path.curve').length") == 1  # no ideal
+        error = "[...document.querySelectorAll('#scaling figure')].at(-1)"
+        scroll_to(browser, error)
+        spoken = browser.value(f"{error}.querySelector('svg').getAttribute('aria-label')")
+        assert "nodes 2: from 10.0% to 40.0%" in spoken
+        split = browser.value("document.querySelector('#scaling .wide-card').innerText")
+        assert "nodes 2, ep 4: 500 ms a step" in split and "compute 100.0% (500 ms)" in split
 
 
 def test_little_is_shown_as_little(tmp_path):
