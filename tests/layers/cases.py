@@ -142,6 +142,9 @@ CASES = {
     ),
     "topk, free experts, drop and pad": Case(topk(**ONE_OF_EACH), capacity_factor=0.6, pad=True),
     "topk, zero experts, the others renormalized": Case(topk(**ZEROS)),
+    "topk, free experts, renormalized beside zero experts": Case(
+        topk(moe_zero_expert_gate="renormalize", **ONE_OF_EACH)
+    ),
     "topk, copies, balanced by bias": Case(
         topk(**COPIES, **ANCHORED), balance=(*BALANCE, 0.0, 0.0)
     ),

@@ -27,7 +27,7 @@ Arrays = dict[str, numpy.ndarray]
 
 
 class SingleRank:
-    """A group of size one of a run, which `groups_of_one` is not: layers draw and share as there."""
+    """A group of size one, as in a run: with `groups_of_one` layers draw from another generator."""
 
     def size(self) -> int:
         return 1

@@ -43,10 +43,6 @@ def test_rows_of_an_expert(options: dict[str, Any], rows: int) -> None:
     assert rule.rows_per_expert(64, 8) == rows
 
 
-def test_without_a_factor_nothing_is_dropped() -> None:
-    assert build_capacity(make_config({"num_experts": 8})) is None
-
-
 def _share():
     """Two sequences of eight tokens on two context-parallel ranks."""
     tokens = SplitTokens(2, dist.group.WORLD, cp_size=2)
