@@ -65,7 +65,7 @@ def test_a_bias_selects_and_never_weighs():
 
 @pytest.mark.parametrize("k, groups, allowed", [(2, 4, 2), (3, 2, 1), (4, 4, 4), (4, 2, 2)])
 def test_groups_equal_a_search_over_them(k, groups, allowed):
-    scores = _scores(20, 8)
+    scores = _scores(200, 8)
     choices = TopK(k, groups=GroupLimit(groups, allowed))(torch.from_numpy(scores), TOKENS)
     members = numpy.arange(8).reshape(groups, -1)
     for t, row in enumerate(scores):
