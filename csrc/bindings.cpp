@@ -4,7 +4,6 @@
 #include "attention.h"
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
-#include "grouped_gemm_tiling.h"
 #include "onednn_product.h"
 
 // ops/extension.py reads it from the file, before it loads the file.
@@ -27,15 +26,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "What this was built with: cuda (bool), torch (its version), cuda_architectures (a str), "
       "cutlass (bool); and cpu_capability, the vector instructions that the CPU kernels use here "
       "(a str).");
-  pybind11::enum_<moe_parallel::Tiling>(m, "Tiling")
-      .value("WHERE_FASTER", moe_parallel::Tiling::kWhereFaster)
-      .value("SQUARE", moe_parallel::Tiling::kSquare)
-      .value("WIDE", moe_parallel::Tiling::kWide)
-      .value("NARROW", moe_parallel::Tiling::kNarrow);
-  m.def("set_tiling", &moe_parallel::set_tiling,
-        "Which tiles compute grouped products in bf16 on Hopper, for this process: the fastest "
-        "(default), 128 x 128, 128 x 256 for at least 256 columns, or 128 x 64 for at most 256 "
-        "columns or rows. Returns what held before.");
   pybind11::enum_<moe_parallel::CpuProducts>(m, "CpuProducts")
       .value("BLAS", moe_parallel::CpuProducts::kBlas)
       .value("WHERE_FASTER", moe_parallel::CpuProducts::kWhereFaster)

@@ -7,7 +7,6 @@
 
 #include "../alignment.h"
 #include "../grouped_gemm_product.h"
-#include "../grouped_gemm_tiling.h"
 #include "../launch.h"
 #include "build_config.h"  // written by setup.py
 
@@ -65,8 +64,7 @@ bool run_on_tensor_cores(const at::Tensor& x, const GroupedProduct& task) {
   const Device device{.index = at::cuda::current_device(),
                       .multiprocessors = properties->multiProcessorCount,
                       .runs_ampere = capability >= 80,
-                      .runs_hopper = capability == 90 && MOE_PARALLEL_BUILT_FOR_HOPPER,
-                      .tiling = tiling()};
+                      .runs_hopper = capability == 90 && MOE_PARALLEL_BUILT_FOR_HOPPER};
   if (!cutlass_takes(task, device, may_use_tf32())) return false;
   const auto workspace = at::empty({cutlass_workspace(task, device)}, x.options().dtype(at::kByte));
   const char* problem =

@@ -13,12 +13,10 @@ from moe_parallel.config import make_config
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems.threshold import exceeded_norm, exceeded_normal
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import (
     ExpertCutoffs,
     QuantileCutoffs,
     SignCutoffs,
-    Threshold,
 )
 from tests.distributed import run_distributed
 
@@ -38,14 +36,6 @@ def step(cutoffs: ExpertCutoffs, *micro_batches: torch.Tensor) -> list[float]:
 def column(*scores: float) -> torch.Tensor:
     """Scores for a model of two experts, the second of which has the opposite ones."""
     return torch.tensor([[score, -score] for score in scores])
-
-
-def test_two_of_eight_exceed_the_midpoint() -> None:
-    """The second largest of 0..7 is 6, the third 5: > 6 takes 1 token, >= 6 takes 2."""
-    scores_AE = torch.arange(8.0)[:, None].expand(8, 4)
-    found_E = exceeded_by_share(scores_AE, 1)
-    assert found_E.tolist() == [5.5] * 4
-    assert (scores_AE > found_E).sum(dim=0).tolist() == [2] * 4
 
 
 @pytest.mark.parametrize(
@@ -74,25 +64,6 @@ def test_a_step_takes_the_mean_over_its_micro_batches_and_does_not_pool_them() -
     # {0, 1, 2, 3}: 2.5, and {10, 11, 12, 13}: 12.5. The pooled scores would give 11.5.
     micro_batches = [(first + torch.arange(4.0))[:, None].expand(4, 4) for first in (0.0, 10.0)]
     assert step(cutoffs, *micro_batches) == pytest.approx([7.5] * 4)
-
-
-def test_an_expert_whose_scores_fall_chooses_nobody_and_comes_back_without_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    cutoffs = QuantileCutoffs(4, start=0.0, mean_choices=1, ema=0.9)
-
-    def scores(shift: float) -> torch.Tensor:
-        return torch.randn(256, 4, generator=generator) - torch.tensor([shift, 0, 0, 0])
-
-    def load() -> list[float]:
-        chosen = Threshold(threshold.sigmoid).with_bias(cutoffs.bias_E)(scores(10.0), Tokens(1))
-        return (chosen.tokens_per_expert() / 256).tolist()
-
-    for _ in range(30):
-        step(cutoffs, scores(0.0))
-    assert load()[0] == 0
-    for _ in range(80):
-        step(cutoffs, scores(10.0))
-    assert load() == pytest.approx([0.25] * 4, abs=0.08)
 
 
 def test_the_sign_moves_a_cutoff_by_the_rate_toward_the_load() -> None:

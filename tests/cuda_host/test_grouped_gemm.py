@@ -12,7 +12,7 @@ from tests.oracles import ops as oracle
 
 pytestmark = pytest.mark.full
 
-FLOAT32, FLOAT64 = 0, 1  # ScalarType in csrc/scalar_type.h
+FLOAT32 = 0  # ScalarType in csrc/scalar_type.h
 RAGGED = -1
 
 GroupOffsets = structure(counts=c_void_p, offsets=c_void_p, groups=c_int64, rows=c_int64)
@@ -79,26 +79,24 @@ def product(kernels, a, b, d, counts: list[int], rows: int, sizes: tuple[int, ..
     return task
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_rows_times_matrices(kernels, counts, inner, outer, by_columns, accumulate):
+def over_groups(kernels, counts: list[int], inner: int, outer: int, by_columns: bool,
+                accumulate: bool):  # fmt: skip
+    """d[rows of e] (+)= x[rows of e] w[e]: the task, d, the expected result, and live tensors."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(sum(counts), inner)), rng.normal(size=(len(counts), inner, outer))
-    d = rng.normal(size=(sum(counts), outer))
+    d = rng.normal(size=(sum(counts), outer)).astype(np.float32)
     wanted = oracle.grouped_gemm(x, w, counts) + (d if accumulate else 0)
-    laid_out = np.ascontiguousarray(w.transpose(0, 2, 1)) if by_columns else w
+    laid_out = w.transpose(0, 2, 1) if by_columns else w
+    single = x.astype(np.float32), np.ascontiguousarray(laid_out, dtype=np.float32)
     task = product(
         kernels,
-        *(rows_of(x), matrices(laid_out, by_columns), rows_of(d), counts, len(x)),
+        *(rows_of(single[0]), matrices(single[1], by_columns), rows_of(d), counts, len(x)),
         (RAGGED, outer, inner),
-        type=FLOAT64,
-        out_type=FLOAT64,
+        type=FLOAT32,
+        out_type=FLOAT32,
         accumulate=accumulate,
     )
-    kernels.grouped_product(ctypes.byref(task))
-    np.testing.assert_allclose(d, wanted, rtol=1e-12, atol=1e-12)
+    return task, d, wanted, single
 
 
 def over_rows(kernels, counts: list[int], inner: int, outer: int, accumulate: bool):
@@ -118,15 +116,6 @@ def over_rows(kernels, counts: list[int], inner: int, outer: int, accumulate: bo
         accumulate=accumulate,
     )
     return task, d, wanted, single
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_products_over_rows(kernels, counts, inner, outer, accumulate):
-    task, d, wanted, _ = over_rows(kernels, counts, inner, outer, accumulate)
-    kernels.grouped_product(ctypes.byref(task))
-    np.testing.assert_allclose(d, wanted, rtol=1e-4, atol=1e-4)
 
 
 def multiply_as_told(kernels, task: ctypes.Structure, accumulate: bool) -> None:
@@ -156,29 +145,19 @@ def multiply_as_told(kernels, task: ctypes.Structure, accumulate: bool) -> None:
         d[:] = a @ b + (d if accumulate else 0)
 
 
+def run_kernel(kernels, task: ctypes.Structure, accumulate: bool) -> None:
+    kernels.grouped_product(ctypes.byref(task))
+
+
+@pytest.mark.parametrize("multiply", [run_kernel, multiply_as_told])
 @pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("by_columns", [False, True, None])  # None: products over rows
+@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_arguments_of_products_over_rows(kernels, counts, accumulate):
-    task, d, wanted, _ = over_rows(kernels, counts, 7, 5, accumulate)
-    multiply_as_told(kernels, task, accumulate)
+def test_equals_the_product(kernels, counts, inner, outer, by_columns, accumulate, multiply):
+    if by_columns is None:
+        task, d, wanted, _live = over_rows(kernels, counts, inner, outer, accumulate)
+    else:
+        task, d, wanted, _live = over_groups(kernels, counts, inner, outer, by_columns, accumulate)
+    multiply(kernels, task, accumulate)
     np.testing.assert_allclose(d, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_arguments_of_rows_times_matrices(kernels, counts, by_columns):
-    rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(sum(counts), 7)), rng.normal(size=(len(counts), 7, 5))
-    d = np.zeros((sum(counts), 5), dtype=np.float32)
-    single = x.astype(np.float32), w.astype(np.float32)
-    laid_out = np.ascontiguousarray(single[1].transpose(0, 2, 1)) if by_columns else single[1]
-    task = product(
-        kernels,
-        *(rows_of(single[0]), matrices(laid_out, by_columns), rows_of(d), counts, len(x)),
-        (RAGGED, 5, 7),
-        type=FLOAT32,
-        out_type=FLOAT32,
-        accumulate=False,
-    )
-    multiply_as_told(kernels, task, accumulate=False)
-    np.testing.assert_allclose(d, oracle.grouped_gemm(x, w, counts), rtol=1e-4, atol=1e-4)

@@ -98,14 +98,6 @@ def find_rows(kernels, chunk_counts, pad_rows_per_expert):
     return first_row, counts
 
 
-def test_an_expert_begins_where_its_capacity_does(kernels):
-    chunk_counts = np.random.default_rng(0).integers(0, 9, (4, 70))
-    first_row, counts = find_rows(kernels, chunk_counts, pad_rows_per_expert=1000)
-    assert counts.tolist() == [1000] * 3
-    before = np.cumsum(chunk_counts[:3], axis=1) - chunk_counts[:3]
-    np.testing.assert_array_equal(first_row, before + 1000 * np.arange(3)[:, None])
-
-
 def test_what_overflows_a_capacity_is_not_placed(kernels):
     experts, first_row = np.array([1, 0, 1, 1, 0]), np.array([0, 2])
     slots, rows = np.full(4, -1), np.full(5, -1)

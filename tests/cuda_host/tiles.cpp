@@ -4,7 +4,7 @@
 using namespace moe_parallel;
 
 // Returns -1 for a product that CUTLASS does not compute.
-extern "C" int hopper_tile(const GroupedProduct* task, int tiling) {
+extern "C" int hopper_tile(const GroupedProduct* task) {
   const auto kind = kind_of(*task);
-  return kind ? static_cast<int>(tile_of(*kind, *task, static_cast<Tiling>(tiling))) : -1;
+  return kind ? static_cast<int>(fastest_tile(*kind, *task)) : -1;
 }

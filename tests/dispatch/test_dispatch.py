@@ -11,7 +11,6 @@ from torch import distributed as dist
 from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.selection.choices import Choices
-from moe_parallel.telemetry.progress import Phase, Progress
 from tests.distributed import run_distributed
 
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 3, 4, 2
@@ -234,53 +233,6 @@ def test_local_dispatch_equals_loops(name, backend):
         numpy.testing.assert_array_equal(seen, numpy.reshape(mine, (-1, WIDTH + 1)))
     for part, expected in (("y", y), ("x_grad", x_grad), ("probs_grad", probs_grad)):
         numpy.testing.assert_allclose(getattr(found, part), expected, rtol=1e-12, atol=1e-12)
-
-
-def _round_trip(shards: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """With identity experts, a token is returned as the sum of its probs times the token."""
-    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
-    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend("reference"))
-    choices = choices_of(task.experts[rank], task.probs[rank])
-    rows = dispatcher.dispatch(task.x[rank], choices, None)
-    y = dispatcher.combine(rows.x_MD * rows.probs_MJ / shards, rows.route)
-    kept = (task.probs[rank] * (task.experts[rank] >= 0)).sum(1, keepdim=True)
-    return y.numpy(), (kept * task.x[rank]).numpy()
-
-
-@pytest.mark.parametrize("layout", ["ep2", "etp2", "ep2 x etp2"])
-def test_identity_experts_return_the_sum_of_probs(layout):
-    ranks, shards = LAYOUTS[layout]
-    for found, wanted in run_distributed(ranks, _round_trip, shards):
-        numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def _exchanges(takes_c: bool) -> tuple[list[int], bool]:
-    """The times that a rank is in the phase `dispatch`, before and after the backward pass."""
-    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
-    progress = Progress()
-    dispatcher = AllToAllDispatcher(
-        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_c, progress
-    )
-    x, probs = task.x[rank].requires_grad_(), task.probs[rank].requires_grad_()
-    c = x.detach()[:, None].expand(*probs.shape, -1).clone().requires_grad_()
-    counts = []
-    rows = dispatcher.dispatch(
-        x, choices_of(task.experts[rank], probs, c if takes_c else None), None
-    )
-    of_c = 0 if rows.c_MJR is None else rows.c_MJR.sum(2)
-    y = dispatcher.combine(rows.x_MD * (rows.probs_MJ + of_c), rows.route)
-    counts.append(progress.place.changes // 2)  # each begins and ends
-    y.sum().backward()
-    counts.append(progress.place.changes // 2)
-    return counts, progress.place.phase is Phase.SET_UP
-
-
-@pytest.mark.parametrize("takes_c", [False, True])
-def test_five_exchanges_each_a_phase(takes_c):
-    """The sizes; the rows with their probs and C, and the outputs, in both passes."""
-    for counts, over in run_distributed(2, _exchanges, takes_c):
-        assert counts == [3, 5]
-        assert over
 
 
 def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:

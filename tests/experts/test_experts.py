@@ -1,6 +1,5 @@
-"""Expert weights under expert and expert-tensor parallelism, and the computation of shards."""
+"""Experts' weights under expert and expert-tensor parallelism, their outputs and main gradients."""
 
-from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -11,9 +10,8 @@ from torch import distributed as dist
 from moe_parallel.config import make_config
 from moe_parallel.experts.experts import LowRankExperts, SwiGLUExperts
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
+from moe_parallel.parallel import Groups, destroy_groups, groups_of_one, initialize_groups
 from tests.distributed import run_distributed
-from tests.layers.single import SingleRank
 from tests.oracles import layers as oracle
 
 E, D, F, R = 4, 5, 6, 3
@@ -44,10 +42,6 @@ def given(kind: str) -> dict[str, numpy.ndarray]:
         "probs": rng.random(sum(COUNTS)).astype("float32"),
         "w_down": rng.normal(size=(E, D, R)),
     }
-
-
-def alone() -> Any:
-    return Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
 
 
 def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torch.Tensor:
@@ -82,32 +76,6 @@ def expected(kind: str) -> numpy.ndarray:
             )
         rows.append(gate * y)
     return numpy.array(rows)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_row_goes_through_its_expert(kind, backend):
-    experts = KINDS[kind](alone(), backend)
-    with torch.no_grad():
-        for name, weight in experts.named_parameters():
-            weight.copy_(torch.from_numpy(given(kind)[name]))
-    y = apply(experts, kind, given(kind), range(E))
-    numpy.testing.assert_allclose(y.detach().numpy(), expected(kind), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_rows_still_give_gradients(kind, backend):
-    experts = KINDS[kind](alone(), backend)
-    with torch.no_grad():
-        for weight in experts.parameters():
-            weight.normal_()
-    nothing = torch.empty(0, D, dtype=torch.float64), torch.empty(0)
-    y = compute(experts, kind, *nothing, [0] * E, torch.zeros(E, D, R, dtype=torch.float64))
-    assert y.shape == (0, D)
-    y.sum().backward()
-    for name, weight in experts.named_parameters():
-        assert weight.grad is not None and (weight.grad == 0).all(), name
 
 
 def _one_rank(kind: str, options: dict[str, int]) -> dict[str, Any]:
@@ -175,3 +143,51 @@ def test_shards_together_compute_the_whole(kind, world, tp, ep, etp, reduced_lik
         assert seen["replicas"] == {seen["edp"]}
     # Every part has one main copy, and no two ranks have the same replica number for it.
     assert len({(seen["first"], seen["etp"], seen["edp"]) for seen in ranks}) == world
+
+
+def experts_of(kind: str, backend: str, main: bool):
+    """Experts with random weights; if `main`, with main gradients of ones."""
+    experts = KINDS[kind](groups_of_one(), backend)
+    generator = torch.Generator().manual_seed(5)
+    for weight in experts.parameters():
+        with torch.no_grad():
+            weight.normal_(generator=generator)
+        if main:
+            weight.main_grad = torch.ones_like(weight)
+            weight.grad_added_to_main_grad = False
+    if main:
+        experts.add_to_main_gradients()
+    return experts
+
+
+def backward(experts, kind: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(sum(COUNTS), D, dtype=torch.float64, generator=generator)
+    w_down = torch.randn(E, D, R, dtype=torch.float64, generator=generator)
+    y = compute(experts, kind, x, torch.rand(len(x), generator=generator), COUNTS, w_down)
+    (y * torch.linspace(-1, 1, D, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_added_and_marked(kind, backend):
+    plain, fused = experts_of(kind, backend, main=False), experts_of(kind, backend, main=True)
+    backward(plain, kind)
+    for _ in range(2):  # micro-batches; between them the hook drops weight.grad
+        backward(fused, kind)
+        for weight in fused.parameters():
+            assert weight.grad.shape == weight.shape  # it exists, but its values have no meaning
+            assert weight.grad_added_to_main_grad
+            weight.grad = None
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other.main_grad, 1 + 2 * one.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_is_added_all_the_same_is_zero(kind):
+    experts = experts_of(kind, BACKENDS[-1], main=True)
+    for weight in experts.parameters():
+        weight.zero_out_wgrad = True
+    backward(experts, kind)
+    for weight in experts.parameters():
+        assert not weight.grad.any()

@@ -1,4 +1,4 @@
-"""The linear layers against Megatron-Core's, and their main gradients against exact sums."""
+"""Linear layers against Megatron-Core's, and their main gradients against exact sums."""
 
 from typing import Any
 

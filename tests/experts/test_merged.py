@@ -1,29 +1,19 @@
 """Experts that are merged before they compute: values, gradients, precision, cost and memory."""
 
-from dataclasses import fields
-from typing import Any
-
 import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts, merged_linear
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.parallel import Groups
+from moe_parallel.parallel import groups_of_one
 from moe_parallel.platform.device import multiplies_bf16
-from tests.layers.single import SingleRank
 from tests.oracles import merging as oracle
 
 E, D, F, T = 4, 5, 6, 3
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 MANY = 2 * MERGED_AT_ONCE + 3  # merges, in three batches
-
-
-def alone() -> Any:
-    return Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -38,7 +28,7 @@ def experts(
     e: int = E,
     backend: str = "auto",
 ) -> MergedExperts:
-    made = MergedExperts(e, d, f, alone(), select_backend(backend), dtype)
+    made = MergedExperts(e, d, f, groups_of_one(), select_backend(backend), dtype)
     with torch.no_grad():
         for seed, weight in enumerate(made.parameters()):
             weight.copy_(draw(*weight.shape, seed=seed))
@@ -47,12 +37,6 @@ def experts(
 
 def routing(merges: int, dtype: torch.dtype = torch.float64, e: int = E) -> torch.Tensor:
     return torch.softmax(draw(merges, e, seed=9, dtype=dtype), dim=1)
-
-
-def test_weights_are_named_and_shaped_as_those_of_routed_experts():
-    routed = SwiGLUExperts(E, D, F, alone(), select_backend("reference"), torch.float64)
-    shapes = {name: weight.shape for name, weight in routed.named_parameters()}
-    assert {name: weight.shape for name, weight in experts().named_parameters()} == shapes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,35 +59,6 @@ def test_gradients(merges, backend):
     given = [draw(merges, 2, D, seed=5), routing(merges), draw(E, D, F)]
     ops = select_backend(backend)
     assert torch.autograd.gradcheck(merged_linear, [*(x.requires_grad_() for x in given), ops])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_hot_merging_is_that_expert(backend):
-    merge = select_backend(backend).expert_merge
-    w_EIO = draw(E, D, F, dtype=torch.float32)
-    assert merge(torch.eye(E), w_EIO).equal(w_EIO)
-    assert merge(torch.eye(E), w_EIO.bfloat16()).equal(w_EIO.bfloat16())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_equal_bf16_experts_merge_to_themselves_bit_for_bit(rows, backend):
-    """Therefore a model whose dense layers have become its experts computes what it did before."""
-    merge = select_backend(backend).expert_merge
-    w_IO = draw(rows, F, dtype=torch.bfloat16)
-    merged_CIO = merge(routing(MANY, torch.float32), w_IO.expand(E, -1, -1))
-    assert merged_CIO.equal(w_IO.expand(MANY, -1, -1))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_is_rounded_once(backend):
-    """Weights of 1/3, or sums in bf16, would be off by several units in the last place."""
-    merge = select_backend(backend).expert_merge
-    e_PE, w_EIO = routing(MANY, torch.float32), draw(E, D, F, dtype=torch.bfloat16)
-    exact_CIO = (e_PE.double() @ w_EIO.double().flatten(1)).view(MANY, D, F)
-    merged_CIO = merge(e_PE, w_EIO)
-    assert merged_CIO.dtype == torch.bfloat16
-    assert (merged_CIO == exact_CIO.bfloat16()).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("rows_at_once", [None, 1, 4, 100])
@@ -142,17 +97,6 @@ def test_gradients_are_added_to_main_gradients_without_rounding_their_sum(dtype)
         torch.testing.assert_close(one.grad.to(wide), added, rtol=rtol, atol=1e-6)
         if dtype == torch.bfloat16:
             assert not torch.equal(added, added.bfloat16().float())
-
-
-@pytest.mark.parametrize("e, tokens", [(4, 8), (8, 256), (32, 256)])
-def test_merging_costs_e_over_t_of_the_layer(e, tokens):
-    """Lory, Appendix B: 3.1% with 8 experts and segments of 256 tokens, 12.5% with 32."""
-    made = experts(torch.float32, e=e, backend="reference")  # its products can be counted
-    x_PTD = draw(3, tokens, D, dtype=torch.float32)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        made(x_PTD, routing(3, torch.float32, e))
-    layer = 6 * 3 * tokens * D * F
-    assert counter.get_total_flops() - layer == pytest.approx(layer * e / tokens)
 
 
 class _Largest(TorchDispatchMode):

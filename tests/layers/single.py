@@ -28,7 +28,7 @@ Arrays = dict[str, numpy.ndarray]
 
 
 class SingleRank:
-    """A replacement for a process group of size one."""
+    """A group of size one, as in a run: with `groups_of_one` layers draw from another generator."""
 
     def size(self) -> int:
         return 1
@@ -174,10 +174,9 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
         bias_activation_fusion=False,
         use_cpu_initialization=True,
     )
-    groups: Any = Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
     statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
     context = LayerContext(
-        groups,
+        Groups(*[SingleRank()] * len(fields(Groups))),  # type: ignore[list-item]
         select_backend(backend),
         statistics,
         case.capacity,

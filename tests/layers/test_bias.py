@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_parallel.config import Selection
-from tests.layers.cases import aoe, aoe_threshold, direction, threshold, topk, uoe
+from tests.layers.cases import aoe, aoe_threshold, direction, relu, threshold, topk, uoe
 from tests.layers.single import Case, build, run, values
 
 
@@ -30,6 +30,20 @@ def test_only_forward_passes_of_training_move_the_cutoffs(selection: Selection) 
     assert torch.equal(layer.bias.cutoff_E, start_E)  # a step selects with those before it
     layer.after_step()
     assert not torch.equal(layer.bias.cutoff_E, start_E)
+
+
+def test_only_forward_passes_of_training_count_for_a_controller() -> None:
+    """And not the first pass of a recomputation, or an evaluation."""
+    case = Case(relu(), setting=0.3)
+    given = values(case)
+    layer = build(case, given, torch.float32, "reference")
+    counts = []
+    for training, gradients in ((True, True), (True, False), (False, True)):
+        with torch.set_grad_enabled(gradients):
+            layer.train(training)(torch.from_numpy(given["x"]).float())
+        counts.append(layer.controller.counts.tolist())
+    assert counts[0][0] > 0 and counts[0][1] == case.tokens
+    assert counts == [counts[0]] * 3
 
 
 QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "quantile"}

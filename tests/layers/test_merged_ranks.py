@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from moe_parallel.config import MergedSelection, make_config
 from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks
 from tests.distributed import run_distributed
+from tests.layers.cases import close
+from tests.layers.single import run
 from tests.layers.test_merged import dropping, lory, prefix
-from tests.layers.whole_sequences import Arrays, build, close, direction, part, run, values
+from tests.layers.whole_sequences import Arrays, build, direction, part, values
 
 
 class Wire(TorchDispatchMode):
@@ -45,7 +47,7 @@ def _on_this_rank(selection: MergedSelection, given: Arrays, sequence_parallel: 
     # With sequence parallelism, Megatron-Core runs its layers in this state.
     state = get_cuda_rng_tracker().fork() if sequence_parallel else nullcontext()
     with Wire() as wire, state:
-        output, gradients = run(layer, x, ways)
+        output, gradients = run(layer, {"x": x}, ways)
     if sequence_parallel:  # as Megatron-Core does at the end of a step
         router = torch.from_numpy(gradients["w_router_ED"])
         assert layer.w_router_ED.sequence_parallel

@@ -45,46 +45,6 @@ def test_what_is_not_chosen_has_no_gradient_and_does_not_count(gate: threshold.G
     assert norms_TE.grad[0, 1] == 0 and (norms_TE.grad > 0).sum() == 3
 
 
-def test_the_softmax_is_over_the_chosen_experts() -> None:
-    rule = Threshold(threshold.softmax_of_chosen, level=1.5, bias_E=torch.zeros(3))
-    probs_TK = rule(torch.tensor([[2.0, 3.0, 1.0], [1.0, 1.0, 1.0]]), Tokens(1)).probs_TK
-    assert probs_TK[0, :2].tolist() == pytest.approx([0.7311, 0.2689], abs=1e-4)
-    assert probs_TK.isfinite().all()
-
-
-def test_an_expert_that_no_token_chooses_has_no_gradient_from_the_loss_either() -> None:
-    case = Case(routing_free(theta=1.0), setting=0.3)
-    given = values(case)
-    given["b_E"][0] = 99.0
-    layer = build(case, given, torch.float64, "reference")
-    _, gradients = run(layer, given, direction(case))
-    for name, gradient in gradients.items():
-        if name != "x":
-            assert (gradient[0] == 0).all() and (gradient[1:] != 0).any(), name
-
-
-def chosen(theta: float, scale: float = 1.0) -> list[list[bool]]:
-    case = Case(routing_free(theta=theta), training=False)
-    given = values(case)
-    given["b_E"][:] = 0.0
-    given["w_down_EDR"] *= scale
-    layer = build(case, given, torch.float64, "reference")
-    x_TD = torch.from_numpy(given["x"]).flatten(0, 1)
-    return (layer.choose(x_TD, Tokens(1)).chosen() > 0).tolist()
-
-
-def test_a_small_threshold_takes_all_and_a_larger_one_never_more() -> None:
-    assert all(map(all, chosen(1e-9)))
-    rows = [torch.tensor(chosen(theta)) for theta in (1.0, 2.0, 3.0, 5.0)]
-    for fewer, more in zip(rows[1:], rows, strict=False):
-        assert not (fewer & ~more).any()
-    assert rows[-1].sum() < rows[0].sum()
-
-
-def test_the_size_of_the_norms_selects_and_not_their_order_alone() -> None:
-    assert chosen(3.0, scale=2.0) != chosen(3.0) == chosen(6.0, scale=2.0)
-
-
 def test_what_follows_from_the_size_of_the_model_and_the_run() -> None:
     options = {"expert_selection": "routing_free", "aoe_low_rank_size": 32, "hidden_size": 512}
     options |= {"num_experts": 8, "num_attention_heads": 8}

@@ -2,13 +2,11 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
@@ -16,23 +14,19 @@ from moe_parallel.parallel import destroy_groups, initialize_groups, seed_ranks,
 from moe_parallel.selection.tokens import Tokens
 from tests.distributed import run_distributed
 from tests.layers.cases import (
-    BALANCE,
     BIASED,
     CASES,
     GLOBAL,
-    IN_TURN,
     aoe,
     aoe_expert_choice,
     close,
     direction,
     expert_choice,
-    top_p,
     topk,
     uoe,
 )
 from tests.layers.expected import expected_routing
 from tests.layers.single import EXPERTS, WIDTH, Case, build, run, values
-from tests.oracles import layers as oracle
 from tests.oracles import losses
 from tests.oracles.layers import softmax, swiglu_expert
 
@@ -43,17 +37,6 @@ JITTER = Case(topk(k=EXPERTS, aux=0.0, z=0.0, moe_input_jitter_eps=EPS), tokens=
 def counted(layer: Any) -> dict[str, Any]:
     (summary,) = layer.context.statistics.training.summaries()
     return summary
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("selection", [topk(**IN_TURN), topk(k=1, **IN_TURN), aoe(**IN_TURN)])
-def test_forced_balance_is_exact(selection, training):
-    case = Case(selection, tokens=8, training=training, bias=(0.0, 0.0, 2.5, 0.0))
-    given = values(case)
-    layer = build(case, given, torch.float64, "reference")
-    run(layer, given, direction(case))
-    k = selection.moe_router_topk
-    assert counted(layer)["tokens_per_expert"] == [8 * k / EXPERTS] * EXPERTS
 
 
 def _jittered(size: str) -> dict[str, Any]:
@@ -107,30 +90,6 @@ def test_jitter_is_for_the_router_and_for_training(size, same_sequences):
         assert all(abs(noise - other).max() > 0.1 for other in noises[:number])
 
 
-def _number_of_states(ranks: list[tuple[int, int]]) -> int:
-    """The number of different random states of ranks of dp and of tp and cp."""
-
-    def of_rank(rank: int) -> Any:
-        return SimpleNamespace(rank=lambda: rank, size=lambda: 128)
-
-    states = set()
-    for dp, tp_cp in ranks:
-        seed_ranks(7, SimpleNamespace(pp=of_rank(0), dp=of_rank(dp), tp_cp=of_rank(tp_cp)))
-        tracked = get_cuda_rng_tracker().get_states().items()
-        states |= {state.numpy().tobytes() for name, state in tracked if "expert" not in name}
-    return len(states)
-
-
-@pytest.mark.full
-def test_no_two_states_of_a_large_run_are_equal():
-    """Each data-parallel rank has one for numbers per sequence, each rank one for those per token.
-
-    Megatron-Core adds 2,718 and the rank of tp and cp to a seed.
-    """
-    ranks = [(dp, tp_cp) for dp in range(30) for tp_cp in (0, 82, 100)]
-    assert run_distributed(1, _number_of_states, ranks) == [30 + 90]
-
-
 def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
     """The noise that the router of a bf16 layer sees, for each size, with tokens of ones."""
     seed_ranks(7, initialize_groups(make_config({}).parallel))
@@ -167,15 +126,6 @@ def _all_experts(given: dict[str, numpy.ndarray], scores: numpy.ndarray) -> nump
         ]
         rows.append(softmax(row.astype("float64")) @ experts)
     return numpy.array(rows)
-
-
-@pytest.mark.parametrize("selection", [topk(**BIASED), aoe(**BIASED)])
-def test_rules_hold_the_bias_of_the_layer(selection):
-    case = Case(selection)
-    layer = build(case, values(case), torch.float32, "reference").bfloat16()
-    for training in (True, False):
-        assert layer.train(training).current_rule().bias_E is layer.bias.bias_E
-    assert layer.bias.bias_E.dtype == torch.float32
 
 
 def test_a_recomputed_forward_pass_counts_once():
@@ -236,13 +186,6 @@ def test_the_global_loss_takes_the_loads_of_the_step_before():
         assert bias is None
 
 
-def test_a_layer_without_need_counts_no_loads():
-    for selection in (topk(), aoe(), top_p(), topk(aux=0.0, **GLOBAL)):
-        assert (
-            build(Case(selection), values(Case(selection)), torch.float32, "reference").load is None
-        )
-
-
 RECORDED = {
     "topk": {"load_balancing_loss": losses.load_balancing, "z_loss": lambda r: losses.z(r.scores)},
     "topk, aux loss of sequences": {
@@ -269,15 +212,6 @@ def test_losses_are_recorded_without_their_weights(name):
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["top_p", "aoe_top_p", "expert_choice, raw"])
-def test_experts_per_token_are_recorded(name):
-    case, given = CASES[name], values(CASES[name])
-    layer = build(case, given, torch.float64, "reference")
-    run(layer, given, direction(case))
-    mean = sum(len(row) for row in expected_routing(case, given)[0].experts) / case.tokens
-    assert counted(layer)["experts_per_token"] == pytest.approx(mean)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("selection", [topk(), aoe(), uoe(), expert_choice(), aoe_expert_choice()])
 def test_of_experts_with_equal_scores_the_first_compute(selection, training):
@@ -287,34 +221,3 @@ def test_of_experts_with_equal_scores_the_first_compute(selection, training):
     choices = layer.choose(torch.zeros(case.tokens, WIDTH), Tokens(1))
     first = [list(range(EXPERTS)), [-1] * EXPERTS] if takes_tokens else [[0, 1]]
     assert all(row in first for row in choices.experts_TK.tolist())
-
-
-def test_a_bias_never_weighs():
-    """If it changes no choice, it changes no output."""
-    free = CASES["topk, all experts"]
-    biased = replace(free, selection=replace(free.selection, **BIASED), balance=BALANCE)
-    given = values(free)
-    runs = [
-        run(build(case, given, torch.float64, "reference"), given, direction(free))
-        for case in (free, biased)
-    ]
-    close(runs[1][0], runs[0][0], 1e-6, "output")
-    for key, gradient in runs[0][1].items():
-        close(runs[1][1][key], gradient, 1e-6, key)
-
-
-def test_with_all_experts_the_gate_of_aoe_is_a_softmax_over_all_norms():
-    case = CASES["aoe, all experts"]
-    given = values(case)
-    norms = oracle.norm_scores(given["x"].reshape(-1, WIDTH), given["w_down_EDR"])
-    for gate in ("selected", "all"):
-        layer = build(
-            replace(case, selection=aoe(k=EXPERTS, aoe_gate=gate)),
-            given,
-            torch.float64,
-            "reference",
-        )
-        x_TD = torch.from_numpy(given["x"].reshape(-1, WIDTH))
-        choices = layer.choose(x_TD, Tokens(1))
-        for row, experts, probs in zip(norms, choices.experts_TK, choices.probs_TK, strict=True):
-            numpy.testing.assert_allclose(probs.detach(), softmax(row)[experts], rtol=1e-12)

@@ -163,14 +163,3 @@ def test_bytes_on_the_wire(spread: str, sent: int) -> None:
     replicated = run_distributed(world, _bytes_sent, ep, etp, False)
     for more, less in zip(gathered, replicated, strict=True):
         assert round(more - less) == 8 * sent
-
-
-def _parameters_alone() -> tuple[int, ...]:
-    groups = groups_of(1, 1)
-    shape = tuple(build(groups, "reference").w_down_EDR.shape)
-    destroy_groups()
-    return shape
-
-
-def test_a_rank_that_holds_every_expert_gathers_nothing() -> None:
-    assert run_distributed(1, _parameters_alone) == [(E, D, R)]

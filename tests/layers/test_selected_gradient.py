@@ -94,22 +94,3 @@ def test_what_it_drops_goes_through_the_norms_of_the_unchosen(name):
         if key.startswith("experts."):
             assert (full[key] == selected[key]).all()
     assert abs(full["w_down_EDR"] - selected["w_down_EDR"]).max() > 1e-3
-
-
-def test_a_norm_of_zero_has_no_gradient():
-    case = as_option(Case(aoe(aux=0.0)), SELECTED)
-    given = values(case)
-    given["x"][0] = 0.0
-    _, gradients = run(build(case, given, torch.float64, "reference"), given, direction(case))
-    for key, gradient in gradients.items():
-        assert numpy.isfinite(gradient).all(), key
-
-
-def test_the_unchosen_learn_nothing():
-    case = as_option(Case(aoe(), tokens=1), DESPITE)
-    given = values(case)
-    gradients = gradients_of(case)
-    idle = unchosen(expected_choices(case, expected_scores(case, given)))[0]
-    assert idle.sum() == 2
-    assert (gradients["w_down_EDR"][idle] == 0).all()
-    assert (gradients["w_down_EDR"][~idle] != 0).any()

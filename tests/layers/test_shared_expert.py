@@ -38,30 +38,3 @@ def test_equals_the_transcription():
                 assert gradients.keys() == wanted.keys()
                 for key, slope in wanted.items():
                     close(slopes(gradients[key]), slope, 3 * tolerance, f"{key} of {label}")
-
-
-def _in_both_types(names):
-    pairs = []
-    for name in names:
-        case = SHARED_CASES[name]
-        given = {
-            key: torch.from_numpy(value).bfloat16().double().numpy()
-            for key, value in values(case).items()
-        }
-        weights = torch.from_numpy(direction(case)).bfloat16().double().numpy()
-        pairs.append(
-            [
-                run(build(case, given, dtype, "reference"), given, weights)
-                for dtype in (torch.bfloat16, torch.float32)
-            ]
-        )
-    return pairs
-
-
-def test_bf16_is_close_to_fp32():
-    names = ["topk", "topk, gated", "expert_choice, gated"]
-    (pairs,) = run_distributed(1, _in_both_types, names)
-    for name, ((output, gradients), (exact, exact_gradients)) in zip(names, pairs, strict=True):
-        close(output, exact, 2e-2, name)
-        for key, gradient in exact_gradients.items():
-            close(gradients[key], gradient, 3e-2, f"{key} of {name}")

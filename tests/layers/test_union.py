@@ -4,8 +4,6 @@ test_expert_layers.py compares it with a loop over tokens; the layouts of tests/
 process.
 """
 
-from dataclasses import replace
-
 import numpy
 import pytest
 import torch
@@ -13,28 +11,15 @@ import torch
 from moe_parallel.config import make_config
 from moe_parallel.model.flops import ExpertLayerFlops, expert_layer_flops
 from moe_parallel.selection.tokens import Tokens
-from tests.layers.cases import CASES, close, direction, uoe
-from tests.layers.single import EXPERT_WIDTH, EXPERTS, Case, build, run, values
-from tests.oracles import layers as oracle
+from tests.layers.cases import direction, uoe
+from tests.layers.single import EXPERTS, Case, build, run, values
 
 GATE_UP, OUT = "w_gate_up_ED2R", "w_out_ERD"
 REST_GATE_UP, REST_OUT = "experts.w_gate_up_LD2F", "experts.w_out_LFD"
-TWO = Case(uoe(aux=0.0, uoe_routing_neurons=2))
 
 
 def output(case, given):
     return run(build(case, given, torch.float64, "reference"), given, direction(case))
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_with_routing_neurons_alone_it_is_one_dense_layer_of_all_experts(k):
-    case = Case(uoe(k=k, uoe_routing_neurons=EXPERT_WIDTH))
-    given = values(case)
-    w_gate, w_up = (numpy.concatenate(list(given[GATE_UP][:, :, i]), axis=1) for i in (0, 1))
-    w_out = given[OUT].reshape(EXPERTS * EXPERT_WIDTH, -1)
-    wanted = oracle.swiglu_expert(given["x"], w_gate, w_up, w_out)
-    found, _ = output(case, given)
-    close(found, wanted, 1e-12, "output")
 
 
 def test_by_hand():
@@ -60,46 +45,6 @@ def test_norms_and_loads_of_a_bf16_layer_are_fp32():
     choices = layer.choose(x_TD, Tokens(1))
     assert choices.scores_TE.dtype == choices.probs_TK.dtype == torch.float32
     assert choices.tokens_per_expert().tolist() == [300] * EXPERTS
-
-
-def test_an_expert_that_is_never_chosen_learns_to_route():
-    case = CASES["uoe, an idle expert"]
-    given = values(case)
-    given[OUT] *= 1e3  # the idle expert's activations are small
-    _, gradients = output(case, given)
-    for routing in (GATE_UP, OUT):
-        assert (gradients[routing] != 0).all()
-    for rest in (REST_GATE_UP, REST_OUT):
-        assert (gradients[rest][0] == 0).all() and (gradients[rest][1:] != 0).all()
-
-
-def test_the_order_of_routing_neurons_does_not_matter_but_which_they_are():
-    given = values(TWO)
-    before, _ = output(TWO, given)
-    turned = given | {
-        GATE_UP: numpy.roll(given[GATE_UP], 1, axis=3),
-        OUT: numpy.roll(given[OUT], 1, axis=1),
-    }
-    close(output(TWO, turned)[0], before, 1e-12, "routing neurons in another order")
-    swapped = {name: array.copy() for name, array in given.items()}
-    swapped[GATE_UP][..., 0], swapped[REST_GATE_UP][..., 0] = (
-        given[REST_GATE_UP][..., 0],
-        given[GATE_UP][..., 0],
-    )
-    swapped[OUT][:, 0], swapped[REST_OUT][:, 0] = given[REST_OUT][:, 0], given[OUT][:, 0]
-    assert abs(output(TWO, swapped)[0] - before).max() > 0.1
-
-
-def test_only_the_gradient_of_chosen_norms_passes_through_the_probs():
-    """If W_o of the routing neurons is 0, they learn through their norms alone."""
-    case = replace(TWO, tokens=1)
-    given = values(case)
-    given[OUT] *= 0
-    layer = build(case, given, torch.float64, "reference")
-    _, gradients = run(layer, given, direction(case))
-    (summary,) = layer.context.statistics.training.summaries()
-    moved = [int((gradient != 0).any()) for gradient in gradients[GATE_UP]]
-    assert moved == summary["tokens_per_expert"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Layers that route segments, on one process or split over tensor-parallel ranks."""
 
-from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -11,9 +10,8 @@ from moe_parallel.config import Selection
 from moe_parallel.layers import ExpertLayer, LayerContext
 from moe_parallel.layers.system import system_of
 from moe_parallel.ops import select_backend
-from moe_parallel.parallel import Groups
+from moe_parallel.parallel import Groups, groups_of_one
 from moe_parallel.telemetry.statistics import RoutingStatistics
-from tests.layers.single import SingleRank
 from tests.oracles.layers import numeric_slopes
 
 EXPERTS, WIDTH, EXPERT_WIDTH = 4, 6, 4
@@ -32,10 +30,6 @@ def values(tokens: int, sequences: int, experts: int = EXPERTS, seed: int = 0) -
     }
 
 
-def alone() -> Any:
-    return Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
-
-
 def build(
     selection: Selection,
     weights: Arrays,
@@ -44,7 +38,7 @@ def build(
     sequence_parallel: bool = False,
 ) -> ExpertLayer:
     """A layer with this rank's part of the weights."""
-    groups = groups or alone()
+    groups = groups or groups_of_one()
     experts = len(weights["w_router_ED"])
     config = TransformerConfig(
         num_layers=1,
@@ -77,17 +71,6 @@ def part(name: str, whole: numpy.ndarray, groups: Groups) -> numpy.ndarray:
     return numpy.split(whole, groups.etp.size(), axis)[groups.etp.rank()]
 
 
-def run(layer: ExpertLayer, x: numpy.ndarray, direction: numpy.ndarray) -> tuple[Any, Arrays]:
-    """The output, and the gradients of sum(output * direction)."""
-    dtype = next(layer.parameters()).dtype
-    leaf = torch.from_numpy(x).to(dtype).requires_grad_()
-    y, bias = layer(leaf)
-    assert bias is None and y.dtype == dtype
-    (y * torch.from_numpy(direction).to(dtype)).sum().backward()
-    gradients = {"x": leaf.grad} | {name: p.grad for name, p in layer.named_parameters()}
-    return y.detach().double().numpy(), {k: g.double().numpy() for k, g in gradients.items()}
-
-
 def direction(x: numpy.ndarray) -> numpy.ndarray:
     """The weights of the outputs in the scalar that is differentiated."""
     return numpy.random.default_rng(1).normal(size=x.shape)
@@ -97,14 +80,6 @@ def expected_slopes(output: Any, given: Arrays) -> Arrays:
     """What `slopes` gives of the gradients of `output`, a function of such arrays."""
     weights = direction(given["x"])
     return numeric_slopes(lambda moved: float((output(moved) * weights).sum()), given)
-
-
-def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:
-    """Equal up to `tolerance` times the largest value."""
-    assert found.shape == wanted.shape, name
-    error = abs(found - wanted).max()
-    limit = tolerance * max(abs(wanted).max(), 1e-3)
-    assert error <= limit, f"{name} is off by {error:.2e}, more than {limit:.2e}"
 
 
 def pairs_seen(layer: ExpertLayer, x: numpy.ndarray) -> set[tuple[int, int, int, int]]:

@@ -11,8 +11,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import sdpa_kernel
 
 from moe_parallel.config import Config, make_config
-from moe_parallel.config.option import options
-from moe_parallel.config.training import TrainingConfig
 from moe_parallel.model import attention_backends
 from moe_parallel.model.attention import TorchAttention, _strip
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
@@ -219,11 +217,6 @@ def test_nothing_of_size_s_by_s_is_kept(
     assert kept and max(tensor.numel() for tensor in kept) <= length * H * C
 
 
-def test_every_value_of_the_flag_has_a_module() -> None:
-    (of_the_flag,) = (o for o in options(TrainingConfig) if o.name == "attention_backend")
-    assert of_the_flag.choices == tuple(CORE_ATTENTIONS)
-
-
 CASES: dict[int, dict[str, Options]] = {
     1: {"one": ONE},
     2: {name: LAYOUTS[2][name] for name in ("tp2, sp", "pp2, virtual, recompute")},
@@ -240,24 +233,6 @@ def test_a_model_trains_as_with_megatrons_attention(tmp_path: Path, world: int) 
         for backend in ON_CPU
     }
     assert differences(run_all(world, begun, cases), begun.on_one_rank) == {}
-
-
-OWN = {"reset_attention_mask": True}
-
-
-@pytest.mark.full
-def test_own_documents_in_every_layout(tmp_path: Path) -> None:
-    """The reference is Megatron-Core's attention, with a mask, on one rank."""
-    options = model("topk") | OWN
-    begun = make_start(options | {"attention_backend": "local"} | ONE, tmp_path)
-    one = {backend: options | {"attention_backend": backend} | ONE for backend in ON_CPU}
-    assert differences(run_all(1, begun, one), begun.on_one_rank) == {}
-    names = ("tp2, sp", "pp2, virtual, recompute")
-    cases = {
-        f"{name}, {backend}": options | {"attention_backend": backend} | LAYOUTS[2][name]
-        for name, backend in zip(names, ("auto", "local"), strict=True)
-    }
-    assert differences(run_all(2, begun, cases), begun.on_one_rank) == {}
 
 
 @pytest.mark.parametrize("system", ["topk", "aoe"])

@@ -7,9 +7,7 @@ runs its layouts one after another.
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy
 import pytest
 
 from tests import systems
@@ -17,7 +15,6 @@ from tests.model.comparison import (
     Runs,
     Start,
     differences,
-    make_start,
     make_starts,
     run_all,
     run_each,
@@ -283,14 +280,6 @@ def test_gathering_w_down_changes_no_result(start: Starts, world: int, system: s
     _check(world, start(system), model(system) | GATHERED, set(thirds))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_gathering_w_down_in_the_other_layouts(start: Starts, world: int) -> None:
-    names = _dividing(world)
-    del names[GATHERING.index("aoe") :: 3]
-    _check(world, start("aoe"), model("aoe") | GATHERED, set(names))
-
-
 def _dividing(world: int) -> list[str]:
     return [
         name
@@ -316,30 +305,6 @@ def test_training_changes_what_is_compared(start: Starts) -> None:
     assert len(set(run.grad_norms)) == 2
     assert all(0 < tokens < 64 for tokens in run.tokens)  # some are masked
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
-
-
-#: Embeddings have half a million elements; some layouts have half of them on a rank.
-LARGE_VOCABULARY = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "vocab_size": 8192,
-    "untie_embeddings_and_output_weights": True,
-    "init_method_std": 0.02,
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("system", ["topk", "aoe"])
-def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
-    """The norm of a tensor is as exact as the norms of its parts."""
-    options = systems.options(system) | LARGE_VOCABULARY
-    start = make_start(options | ONE, tmp_path)
-    (one,) = start.on_one_rank
-    names = ("tp2", "dp2, distributed optimizer")
-    found = run_all(2, start, {name: options | LAYOUTS[2][name] for name in names})
-    for name, ranks in found.items():
-        for outcome in ranks:
-            numpy.testing.assert_allclose(outcome.grad_norms, one.grad_norms, 1e-6, err_msg=name)
 
 
 # With a capacity, experts count the S * B / tp tokens that one rank routes, with and without
@@ -390,15 +355,3 @@ def _check_dropping(world: int, start: Start, options: Options) -> None:
         expected = next(iter(of_tp.values()))
         assert all(layer["tokens_dropped"] > 0 for layer in expected[0].layers)
         assert differences(of_tp, expected) == {}
-
-
-def test_policies_differ(start: Starts) -> None:
-    runs = run_all(
-        1,
-        start("topk"),
-        {
-            policy: model("topk") | DROPPING | ONE | {"moe_token_drop_policy": policy}
-            for policy in ("probs", "position")
-        },
-    )
-    assert differences({"position": runs["position"]}, runs["probs"]) != {}

@@ -149,26 +149,3 @@ def test_what_does_not_fit_is_one_line_on_every_rank() -> None:
         "the model, its gradients and optimizer state take 259.5 GiB or more on 2 ranks, and "
         "20.0 GiB are free there: lower --num-layers, --hidden-size"
     )
-
-
-def test_what_just_fits_is_taken() -> None:
-    ((needed, _),) = run_distributed(1, _engine_bytes, {})
-    assert run_distributed(1, _told, {}, needed) == [None]
-    assert run_distributed(1, _told, {}, needed - 1) != [None]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"micro_batch_size": 2**20, "global_batch_size": 2**20}, {"seq_length": 2**30}],
-    ids=str,
-)
-def test_a_slip_in_the_batch_is_found(options: dict[str, Any]) -> None:
-    assert "lower --num-layers" in (run_distributed(1, _told, options, 2**33)[0] or "")
-
-
-def test_a_slip_in_the_iterations_is_found() -> None:
-    options = {"train_iters": 2_000_000_000}
-    assert run_distributed(1, _told, options, 20 << 30) == [
-        "--train-iters 2000000000 with --global-batch-size 2 take indices of 44.7 GiB or more, and "
-        "20.0 GiB of memory are free: lower one of them"
-    ]

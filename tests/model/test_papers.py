@@ -28,48 +28,23 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 Count = tuple[int, int | None, int | None]  # total, active, active with every W_down
 
-#: By file and flags: total, active, active with every W_down. None: only training gives it.
+#: By file and flags that docs/papers.md does not list: total, active, active with every W_down.
 EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
-    "aoe/moe_732m.yaml": ("732.46M", "222.85M", "222.85M"),
     f"aoe/moe_732m.yaml {UNTIED}": ("757.03M", "247.43M", "247.43M"),
-    "aoe/aoe_732m.yaml --aoe-low-rank-size 64": ("732.4M", "223M", "226M"),
-    "aoe/aoe_732m.yaml --aoe-low-rank-size 128": ("732.3M", "223M", "230M"),
-    "aoe/aoe_732m.yaml": ("732.4M", "223M", "237M"),
-    "aoe/aoe_732m.yaml --aoe-low-rank-size 512": ("732.4M", "223M", "251M"),
     f"aoe/aoe_732m.yaml --aoe-low-rank-size 64 {UNTIED}": ("757M", "247M", "251M"),
     f"aoe/aoe_732m.yaml --aoe-low-rank-size 128 {UNTIED}": ("757M", "247M", "254M"),
     f"aoe/aoe_732m.yaml {UNTIED}": ("757M", "247M", "262M"),
     f"aoe/aoe_732m.yaml --aoe-low-rank-size 512 {UNTIED}": ("757M", "247M", "276M"),
     f"aoe/moe_732m_expert_choice.yaml {UNTIED}": ("757M", "247M", "247M"),
     f"aoe/aoe_732m_expert_choice.yaml {UNTIED}": ("757M", "247M", "262M"),
-    "aoe/moe_732m_top_p.yaml": ("732M", None, None),
-    "aoe/aoe_732m_top_p.yaml": ("732M", None, None),
-    "aoe/moe_4b.yaml": ("4014M", "1183M", "1183M"),
-    "aoe/aoe_4b.yaml": ("4015M", "1183M", "1257M"),
-    "erc/moe_3b.yaml": ("2881.5M", "503.4M", "503.4M"),
-    "erc/erc_3b.yaml": ("2881.5M", "503.4M", "503.4M"),
-    "erc/aoe_3b.yaml": ("2880.3M", "502.2M", "1030.7M"),
-    "dynamic/dense_374m.yaml": ("373.9M", "373.9M", "373.9M"),
-    "dynamic/dense_570m.yaml": ("569.6M", "569.6M", "569.6M"),
-    "dynamic/topk_3.5b.yaml --moe-router-topk 1": ("3488.5M", "374.3M", "374.3M"),
-    "dynamic/topk_3.5b.yaml": ("3488.5M", "581.9M", "581.9M"),
-    "dynamic/top_p_3.5b.yaml": ("3488.5M", None, None),
-    "lory/dense_0.3b.yaml": ("0.374B", "0.374B", "0.374B"),
-    "lory/lory_0.3b.yaml": ("1.83B", "0.374B", "0.374B"),
-    "lory/lory_0.3b.yaml --num-experts 16": ("3.49B", "0.374B", "0.374B"),
-    "lory/lory_0.3b.yaml --num-experts 32": ("6.81B", "0.375B", "0.375B"),
     "lory/lory_0.3b.yaml --expert-selection lory_prefix": ("1.827B", "0.374B", "0.374B"),
     "lory/expert_choice_0.3b.yaml --expert-selection segment_expert_choice": (
         "1.827B",
         "0.374B",
         "0.374B",
     ),
-    "lory/dense_1.5b.yaml": ("1.457B", "1.457B", "1.457B"),
-    "lory/lory_1.5b.yaml": ("7.80B", "1.46B", "1.46B"),
     "lory/lory_1.5b.yaml --num-experts 16": ("15.05B", "1.46B", "1.46B"),
     "lory/lory_1.5b.yaml --num-experts 32": ("29.54B", "1.46B", "1.46B"),
-    "lory/dense_7b.yaml": ("6.74B", "6.74B", "6.74B"),
-    "lory/lory_7b.yaml": ("19.72B", "6.74B", "6.74B"),
 }
 
 
@@ -141,29 +116,6 @@ def test_every_d_low_gives_the_total_of_moe(counts: dict[str, Count], low: int) 
     without_routers = counts["aoe/moe_732m.yaml"][0] - 12 * 8 * 768
     rounding = 12 * 8 * (low + 2 * 768) / 2
     assert abs(counts[f"aoe/aoe_732m.yaml{flags}"][0] - without_routers) <= rounding
-
-
-TOLD = {1.0: 374.26, 2.0: 581.88, 1.76: 532.05, 1.82: 544.51, 16.0: 3488.53}  # millions
-
-
-@pytest.fixture(scope="module")
-def told() -> dict[float, Count]:
-    """The counts of one model by the experts per token that training reported."""
-    command = "dynamic/top_p_3.5b.yaml"
-    return run_distributed(1, count_by_experts, command, list(TOLD))[0]
-
-
-def count_by_experts(command: str, experts: list[float]) -> dict[float, Count]:
-    return {number: count_all([command], number)[command] for number in experts}
-
-
-@pytest.mark.parametrize(("experts", "millions"), TOLD.items())
-def test_experts_per_token_that_only_training_tells(
-    told: dict[float, Count], experts: float, millions: float
-) -> None:
-    _, active, active_compute = told[experts]
-    assert active == active_compute
-    assert round((active or 0) / 1e6, 2) == millions
 
 
 # docs/papers.md

@@ -292,7 +292,7 @@ FAULTS = [
         f"{SELECTION}/tokens.py",
         "torch.cat([piece for _, piece in by_position], axis)",
         "torch.cat(pieces, axis)",
-        ("tests/selection/test_shares.py", *OF_SHARES),
+        ("tests/selection/test_tokens.py", *OF_SHARES),
     ),
     Fault(
         "the angles of a share begin at the first position",

@@ -171,14 +171,14 @@ FAULTS_OF_RUNS = [
         f"{SELECTION}/forced.py",
         'f"{self.seed} {tokens.layer} {tokens.iteration}"',
         'f"{self.seed} {tokens.iteration}"',
-        ("tests/selection", "tests/model/test_forced_routing.py"),
+        ("tests/selection", "tests/model/test_same_run.py"),
     ),
     Fault(
         "parts of a busy rank's rows are larger than the budget",
         "moe_parallel/ops/bounded_experts.py",
         "parts = math.ceil(num_tokens / max(1, most_rows // k))",
         "parts = math.ceil(num_tokens / most_rows)",
-        ("tests/ops", "tests/model/test_activation_budget.py"),
+        ("tests/ops", "tests/model/test_same_run.py"),
     ),
     Fault(
         "a plan puts all of an all-to-all on the network",

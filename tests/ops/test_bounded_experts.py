@@ -1,7 +1,5 @@
 """Experts within a budget: equal results, and memory that the rows of one expert do not fill."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,9 +9,8 @@ from moe_parallel.ops.bounded_experts import (
     tokens_of_parts,
     within_budget,
 )
-from tests.ops.cases import BY_NAME, ROUTINGS, Routing, assert_close
-from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting
-from tests.ops.test_main_gradients import starts
+from tests.ops.cases import BY_NAME, Routing
+from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting, cases
 from tools.bench.contender import BenchContender
 from tools.bench.memory import peak_bytes, saved_bytes
 
@@ -28,25 +25,11 @@ def of_rows(ops: Ops, kind: str, dtype: torch.dtype, rows: int) -> Ops:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", [each for each in ROUTINGS if each.pad_rows_per_expert is None])
-def test_the_output_is_the_oracles(ops, device, routing, kind, rows, dtype):
-    setting = Setting(routing, dtype, device)
-    rows = max(rows, routing.experts.size // 30)  # at most about thirty parts
-    y = setting.compute(of_rows(ops, kind, dtype, rows), kind)
-    assert y.dtype == dtype
-    assert_close(y, setting.exact(kind), dtype)
-
-
-@pytest.mark.covering
 @pytest.mark.parametrize("all_chosen", [True, False])
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", ["plain", "all_to_one", "variable_k", "dropped_choices"])
+@pytest.mark.parametrize(("routing", "kind"), cases(SOME), ids=str)
 def test_gradients_are_those_without_a_budget(ops, device, routing, kind, rows, all_chosen):
-    setting = Setting(BY_NAME[routing], torch.float64, device)
+    setting = Setting(routing, torch.float64, device)
     all_chosen = all_chosen and bool((setting.routing.experts >= 0).all())
     found, expected = (
         torch.autograd.grad(
@@ -55,21 +38,6 @@ def test_gradients_are_those_without_a_budget(ops, device, routing, kind, rows, 
         for each in (of_rows(ops, kind, torch.float64, rows), ops)
     )
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", SOME, ids=str)
-def test_parts_add_to_main_gradients(ops, device, routing, kind):
-    setting = Setting(routing, torch.float64, device)
-    sums = []
-    for each in (of_rows(ops, kind, torch.float64, 3), ops):
-        main = starts(setting, kind, torch.float64)
-        y = setting.compute(each, kind, main_gradients=main)
-        torch.autograd.grad(y, setting.inputs(kind), setting.dy, allow_unused=True)
-        sums.append(main)
-    for ours, theirs in zip(*sums, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -155,17 +123,3 @@ def test_the_peak_is_the_budget_and_what_none_can_avoid(kind, parts, dtype):
     bounded = peak_bytes(sized.contender(within_budget(native, budget)), "cpu")
     assert bounded <= budget + sized.unavoidable
     assert peak_bytes(sized.contender(native), "cpu") > budget + sized.unavoidable
-
-
-def test_a_budget_leaves_the_other_operators_alone(reference):
-    assert within_budget(reference, None) is reference
-    bounded = within_budget(reference, 1)
-    parts = {"routed_experts": None, "autonomous_experts": None}
-    assert replace(bounded, **parts) == replace(reference, **parts)
-
-
-def test_without_gradients_the_parts_are_computed_too(ops, device):
-    setting = Setting(BY_NAME["plain"], torch.float64, device)
-    with torch.no_grad():
-        y = setting.compute(of_rows(ops, "routed", torch.float64, 3), "routed")
-    torch.testing.assert_close(y, setting.compute(ops, "routed").detach())

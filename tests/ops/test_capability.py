@@ -9,16 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = ["portable", "avx2", "avx512", "avx512_bf16"]
-OPERATORS = [
-    "permute",
-    "unpermute",
-    "rms_norm",
-    "softmax",
-    "swiglu",
-    "attention",
-    "expert_merge",
-    "norm_topk",
-]
+FILES = ["operators", "rows", "special_values", "attention", "norm_topk"]
 SHOW = "from moe_parallel.ops import extension; print(extension.load().build_info())"
 
 
@@ -45,7 +36,7 @@ def capability(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.full
 def test_operators_equal_their_oracles(capability):
-    files = [f"tests/ops/test_{name}.py" for name in OPERATORS]
+    files = [f"tests/ops/test_{name}.py" for name in FILES]
     options = ["-q", "--full", "-p", "no:cacheprovider", "-k", "native and cpu and not refused"]
     done = run("-m", "pytest", *options, *files, capability=capability)
     assert done.returncode == 0, done.stdout

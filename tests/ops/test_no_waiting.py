@@ -2,6 +2,7 @@
 has all its choices. Therefore a CUDA graph can capture all of it, whatever the choices are."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,19 +45,13 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
     return step
 
 
-def autonomous(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
-    """The same as a function of the bias that is added to the norms for the ranking."""
-    return _autonomous(ops, dtype, joins_norms=False)
-
-
-def autonomous_with_norms(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
-    """The same, and the experts differentiate the norms."""
-    return _autonomous(ops, dtype, joins_norms=True)
-
-
-def _autonomous(
-    ops: Ops, dtype: torch.dtype, *, joins_norms: bool
+def autonomous(
+    ops: Ops, dtype: torch.dtype, joins_norms: bool = False
 ) -> Callable[[Tensor], list[Tensor]]:
+    """The same as a function of the bias that is added to the norms for the ranking.
+
+    `joins_norms`: the experts differentiate the norms.
+    """
     x, *weights = tensors(dtype, (T, D), (E, D, R), (E, R, F), (E, D, F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
@@ -86,7 +81,7 @@ def assert_close(results: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous, autonomous_with_norms])
+@pytest.mark.parametrize("layer", [routed, autonomous, partial(autonomous, joins_norms=True)])
 def test_no_step_waits(native, device, layer, dtype, request):
     step, given = layer(native, dtype), scores(0)
     wanted = step(given)  # the first call loads kernels and fills the allocator
@@ -98,7 +93,7 @@ def test_no_step_waits(native, device, layer, dtype, request):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous, autonomous_with_norms])
+@pytest.mark.parametrize("layer", [routed, autonomous, partial(autonomous, joins_norms=True)])
 def test_a_graph_serves_other_choices(native, device, layer, dtype):
     step, given = layer(native, dtype), scores(0)
     stream = torch.cuda.Stream()

@@ -5,7 +5,6 @@ from moe_parallel.ops import select_backend
 from moe_parallel.ops.packed_rows import pack_rows, packed_width, sum_dtype, unpack_rows
 from tests.ops.cases import (
     DTYPES,
-    LAYOUTS,
     ROUTINGS,
     Routing,
     assert_close,
@@ -92,27 +91,6 @@ def test_bits_that_are_no_number_in_bf16_pass_unchanged(ops, device):
     assert (probs.grad.view(torch.int32)[kept] == 0x3F807FC1).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_inputs_and_gradients(ops, device, layout):
-    row_map, x, probs, c = setting(ops, ROUTINGS[0], torch.float64, device)
-    inputs = required(x, probs, c)
-    change = LAYOUTS[layout]
-    wanted = ops.pack_rows(x, probs, row_map, c)
-    of_c = change(c.flatten(0, 1)).unflatten(0, c.shape[:2])
-    packed = ops.pack_rows(change(x), change(probs), row_map, of_c)
-    for one, other in zip(
-        *(unpack_rows(each, WIDTH, RANK) for each in (packed, wanted)), strict=True
-    ):
-        assert torch.equal(one, other)
-    upstream = torch.zeros_like(wanted).copy_(wanted.detach())
-    for one, other in zip(
-        torch.autograd.grad(packed, inputs, change(upstream)),
-        torch.autograd.grad(wanted, inputs, upstream),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_compute_with_packed_rows_as_with_copies(ops, device, dtype):
     """Views of the rows that arrived give the same bits as tensors without gaps."""
@@ -177,18 +155,3 @@ def test_widths(native):
     assert packed_width(torch.empty(0, 512, dtype=torch.bfloat16), 64) == 584
     assert packed_width(torch.empty(0, 512), 0) == 516
     assert packed_width(torch.empty(0, 5, dtype=torch.float64), 1) == 8
-
-
-def test_other_shapes_are_refused(native):
-    row_map, x, probs, c = setting(native, ROUTINGS[0], torch.float32, "cpu")
-    operator, maps = torch.ops.moe_parallel.pack_rows, (row_map.slots_N, row_map.rows_TK)
-    with pytest.raises(ValueError, match="probs must have shape"):
-        native.pack_rows(x, probs[:, :1], row_map, c)
-    with pytest.raises(TypeError, match="probs must be Float for tokens of Float, not Double"):
-        native.pack_rows(x, probs.double(), row_map, c)
-    with pytest.raises(ValueError, match="c_TKR must have shape"):
-        native.pack_rows(x, probs, row_map, c[:, :1])
-    with pytest.raises(ValueError, match="x has 1 tokens, the row map"):
-        native.pack_rows(x[:1], probs, row_map, c)
-    with pytest.raises(ValueError, match="of 10 elements cannot hold 7 of x, 3 of C and a prob"):
-        operator(x, probs, *maps, c, 10)

@@ -61,13 +61,6 @@ def test_each_library_writes_the_rows_of_out_and_nothing_else(
     assert outside_is_kept(memory)
 
 
-def test_a_transposed_out(library, native, device):
-    a, b = factors(LARGE, torch.float32, device)
-    out = torch.empty(LARGE[2], LARGE[0], device=device).t()
-    native.product(a, b, out)
-    assert_close(out, wanted(a, b), torch.float32)
-
-
 #: Blocks of 512 rows, 1,024 and 256 columns, and ends that fill no block.
 WIDE = [(1, 1, 1), (7, 5, 3), (96, 33, 40), (1030, 513, 270), (130, 1100, 300)]
 
@@ -98,13 +91,6 @@ def test_a_wider_out_keeps_what_is_not_finite_in_its_row(library, native, device
     assert bool((out == 33).all())
 
 
-def test_threads_share_a_wide_product(library, native, two_threads):
-    a, b = factors((512, 700, 1100), torch.bfloat16, "cpu")
-    out = torch.zeros(512, 1100)
-    native.product(a.t().contiguous().t(), b, out, accumulate=True)
-    assert_close(out, wanted(a, b), torch.float32)
-
-
 of_layers = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -128,35 +114,3 @@ def test_rows_that_share_their_memory(library, native, dtype):
     a, b = factors((1, inner, columns), dtype, "cpu")
     y = native.product(a.expand(rows, -1), b)
     assert_close(y, np.repeat(wanted(a, b), rows, axis=0), dtype)
-
-
-def test_layers_are_the_same_with_each_library(library, native, reference, device):
-    """Their products have more rows than an expert has."""
-    x = random_tensor(150, 96, device=device, dtype=torch.float32, seed=0)
-    w = random_tensor(2, 96, 192, device=device, dtype=torch.float32, seed=1)
-    counts_E = torch.tensor([70, 80], device=device)
-    x.requires_grad_(), w.requires_grad_()
-    found = native.grouped_gemm(x, w, counts_E)
-    dy = random_tensor(150, 192, device=device, dtype=torch.float32, seed=2)
-    gradients = torch.autograd.grad(found, (x, w), dy)
-    again = reference.grouped_gemm(x, w, counts_E)
-    for each, other in zip(
-        (found, *gradients), (again, *torch.autograd.grad(again, (x, w), dy)), strict=True
-    ):
-        assert_close(each, float64(other), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"a": (7,)}, "a must have 2 or 3 dimensions"),
-        ({"b": (3, 5, 3)}, "b must have 2 dimensions"),
-        ({"b": (4, 3)}, "a has 5 columns, but b takes 4"),
-        ({"out": (7, 4)}, r"out must have shape \[7, 3\]"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(native, change, message):
-    shapes = {"out": (7, 3), "a": (7, 5), "b": (5, 3)} | change
-    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=message):
-        torch.ops.moe_parallel.product(given["out"], given["a"], given["b"], False)

@@ -39,17 +39,14 @@ def softmax(x: Array) -> Array:
     return powers / powers.sum()
 
 
-def route(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
-    """The k largest scores of each token (ties: the lower index), and their softmax.
-
-    raw_probability: the probs are the softmax over all experts (Top-1 routing).
-    """
+def route(scores: Array, k: int) -> Routing:
+    """The k largest scores of each token (ties: the lower index), and their softmax."""
     experts: list[list[int | None]] = []
     probs = []
     for row in scores:
         ranked = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:k]
         experts.append(list(ranked))
-        probs.append(list(softmax(row)[ranked] if raw_probability else softmax(row[ranked])))
+        probs.append(list(softmax(row[ranked])))
     return Routing(numpy.array(scores), experts, probs)
 
 
@@ -165,22 +162,6 @@ def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
             if expert is not None:
                 y_TD[t] += gate * experts[expert](x_D)
     return y_TD
-
-
-def numeric_gradient(function: Any, values: dict[str, Array], step: float = 1e-6) -> Any:
-    """The derivative of function(values) by each entry of each array, by central differences."""
-    gradients = {}
-    for name, array in values.items():
-        gradient = numpy.zeros_like(array)
-        for index in numpy.ndindex(array.shape):
-            sides = []
-            for sign in (1, -1):
-                moved = array.copy()
-                moved[index] += sign * step
-                sides.append(function({**values, name: moved}))
-            gradient[index] = (sides[0] - sides[1]) / (2 * step)
-        gradients[name] = gradient
-    return gradients
 
 
 def constant_expert(x_D: Array, w_AD: Array, v_D: Array) -> Array:

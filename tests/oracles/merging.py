@@ -100,22 +100,6 @@ def merged_output(x_SBD: Array, weights_SBE: Array, gate_up_ED2F: Array, out_EFD
     return y_SBD
 
 
-def rolled_weights(x_SBD: Array, w_ED: Array, length: int) -> Array:
-    """The pseudo-code of Lory's Appendix A as printed: `roll(e, 1)` of the flattened [BN, E]."""
-    tokens, sequences, _ = x_SBD.shape
-    cut = segments(tokens, length)
-    e = numpy.array([weights_of(x_SBD, w_ED, b, s) for b in range(sequences) for s in cut])
-    first = e.reshape(sequences, len(cut), -1)[:, 0]
-    rolled = numpy.roll(e, 1).reshape(sequences, len(cut), -1)
-    rolled[:, 0] = first
-    found = numpy.zeros((tokens, sequences, len(w_ED)))
-    for b in range(sequences):
-        for weights, segment in zip(rolled[b], cut, strict=True):
-            for position in segment:
-                found[position, b] = weights
-    return found
-
-
 def logits_of(x_SBD: Array, w_ED: Array, sequence: int, segment: Segment) -> Array:
     h = mean(x_SBD, sequence, segment)
     return numpy.array([numpy.dot(w, h) for w in w_ED])

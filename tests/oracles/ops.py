@@ -179,3 +179,38 @@ def sum_of_experts(x, experts, probs, expert):
         if experts[t, k] >= 0:
             y[t] += probs[t, k] * expert(experts[t, k], t, k)
     return y
+
+
+def turned(x, angles):
+    """Each pair as a complex number, times e^(i angle)."""
+    half = x.shape[-1] // 2
+    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles[..., :half])
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def attention(q, k, v, scale):
+    """Causal, one head at a time: q [S, B, H, C], k and v [S, B, G, C] -> [S, B, H, C]."""
+    out = np.zeros(q.shape)
+    for b, h in np.ndindex(q.shape[1:3]):
+        g = h // (q.shape[2] // k.shape[2])
+        out[:, b, h] = _attention_weights(q[:, b, h], k[:, b, g], scale) @ v[:, b, g]
+    return out
+
+
+def attention_gradient(dout, q, k, v, scale):
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    for b, h in np.ndindex(q.shape[1:3]):
+        g = h // (q.shape[2] // k.shape[2])
+        weights = _attention_weights(q[:, b, h], k[:, b, g], scale)
+        dweights = dout[:, b, h] @ v[:, b, g].T
+        dscores = weights * (dweights - (weights * dweights).sum(1, keepdims=True))
+        dq[:, b, h] = scale * dscores @ k[:, b, g]
+        dk[:, b, g] += scale * dscores.T @ q[:, b, h]
+        dv[:, b, g] += weights.T @ dout[:, b, h]
+    return dq, dk, dv
+
+
+def _attention_weights(q, k, scale):
+    scores = np.where(np.tril(np.ones((len(q), len(k)), dtype=bool)), scale * q @ k.T, -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True, initial=-np.inf))
+    return weights / weights.sum(1, keepdims=True)

@@ -75,24 +75,6 @@ def test_first_choices_go_ahead_of_second_choices():
     assert keep(choices, 1.0, "probs").experts_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [-1, 3]]
 
 
-def test_greater_probs_go_ahead_whatever_their_choice():
-    choices = choices_of([[1, 0], [1, 0], [0, 1], [0, 1]], [[0.6, 0.4], [0.9, 0.1]] * 2)
-    kept = keep(choices, 0.5, "probs")  # one row per expert
-    assert kept.experts_TK.tolist() == [[-1, -1], [1, -1], [-1, -1], [0, -1]]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_ties_go_to_earlier_tokens(policy):
-    kept = keep(choices_of([[2]] * 8), 1.0, policy)
-    assert kept.experts_TK.flatten().tolist() == [2, 2] + [-1] * 6
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_empty_slots_take_no_place(policy):
-    kept = keep(choices_of([[-1], [3], [-1], [3]], num_experts=2 * 2), 2.0, policy)
-    assert kept.experts_TK.flatten().tolist() == [-1, 3, -1, 3]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_other_probs_and_their_gradients_stay(policy):
     probs = torch.rand(8, 2, requires_grad=True)

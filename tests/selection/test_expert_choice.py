@@ -54,13 +54,6 @@ def test_ties_go_to_the_earlier_token(ranking, factor):
     assert _chosen(ExpertChoice(factor, RANKINGS[ranking])(scores, TOKENS)) == wanted.experts
 
 
-@pytest.mark.parametrize("ranking", RANKINGS.values())
-def test_factor_2_of_8_experts_is_exactly_a_quarter_of_the_tokens_each(ranking):
-    scores = torch.from_numpy(_scores(tokens=64, experts=8)) + torch.arange(8)
-    counts = ExpertChoice(2.0, ranking)(scores, TOKENS).tokens_per_expert()
-    assert counts.tolist() == [16.0] * 8
-
-
 @pytest.mark.parametrize(
     "factor, tokens, experts, taken",
     [
@@ -79,26 +72,6 @@ def test_tokens_taken(factor, tokens, experts, taken):
     assert tokens_taken(factor, tokens, experts) == taken
 
 
-def test_ties_go_to_earlier_tokens():
-    choices = ExpertChoice(1.0, raw)(torch.zeros(8, 4), TOKENS)
-    assert _chosen(choices) == [[0, 1, 2, 3]] * 2 + [[]] * 6
-
-
-def test_a_token_may_have_no_expert_and_all():
-    scores = torch.tensor([[5.0, 5.0], [1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]])
-    assert _chosen(ExpertChoice(0.5, raw)(scores, TOKENS)) == [[0, 1], [], [], []]
-
-
-def test_a_later_token_takes_an_earlier_ones_place():
-    """Expert choice depends on the future."""
-    scores = torch.from_numpy(_scores(tokens=8, experts=2))
-    before = _chosen(ExpertChoice(1.0, raw)(scores, TOKENS))
-    scores[-1] += 100
-    after = _chosen(ExpertChoice(1.0, raw)(scores, TOKENS))
-    assert sorted(after[-1]) == [0, 1]
-    assert before[:-1] != after[:-1]
-
-
 @pytest.mark.parametrize("kind", [ExpertChoiceSelection, AoEExpertChoiceSelection])
 @pytest.mark.parametrize("factor, k", [(0.3, 1), (1.0, 1), (2.0, 2), (3.7, 4)])
 def test_tokens_choose_in_evaluations(kind, factor, k):
@@ -110,13 +83,6 @@ def test_tokens_choose_in_evaluations(kind, factor, k):
         training, evaluation = system_of(selection).rules(selection)
         assert training == ExpertChoice(factor, ranking)
         assert evaluation == TopK(k, gate)
-
-
-@pytest.mark.parametrize("ranking", RANKINGS.values())
-def test_gradients_reach_the_scores(ranking):
-    scores = torch.from_numpy(_scores(tokens=6)).requires_grad_()
-    rule = ExpertChoice(1.0, ranking)
-    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).probs_TK, scores)
 
 
 def _choices_of_a_part(levels):

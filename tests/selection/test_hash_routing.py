@@ -1,4 +1,4 @@
-"""Hash routing: its table, and choices that depend on the id of a token alone."""
+"""Hash routing: its table, also as a part of the model, and choices by the id of a token alone."""
 
 import numpy
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
-from moe_parallel.systems.hash.rule import ByTokenId, greedy_table
+from moe_parallel.systems.hash.rule import ByTokenId, HashTable, greedy_table
 from tests.oracles import routing
 
 
@@ -24,19 +24,6 @@ def test_equals_filling_by_search(k):
     assert greedy_table(counts, 5, k).tolist() == routing.fill_table(counts, 5, k)
 
 
-def test_without_counts_the_experts_take_turns():
-    assert greedy_table([0] * 5, 4, 2).tolist() == [[0, 1], [2, 3]] * 2 + [[0, 1]]
-
-
-def test_zipfs_law_loads_the_experts_equally():
-    """As long as no id is more frequent than the share of an expert."""
-    counts = [10_000 // (rank + 3) for rank in range(2_000)]
-    load_E = torch.zeros(8, dtype=torch.int64)
-    for count, experts in zip(counts, greedy_table(counts, 8, 2).tolist(), strict=True):
-        load_E[experts] += count
-    assert load_E.max() / load_E.min() < 1.001
-
-
 def test_ids_choose_and_scores_weigh():
     table_VK = greedy_table([5, 1, 0, 7, 2], num_experts=3, k=2)
     rule = ByTokenId(TopK(2), lambda ids_T: table_VK[ids_T])
@@ -49,14 +36,9 @@ def test_ids_choose_and_scores_weigh():
     assert (scores_TE.grad[0] != 0).tolist() == [False, True, True]
 
 
-def test_neither_place_nor_batch_nor_scores_change_the_experts_of_an_id():
-    table_VK = greedy_table([5, 1, 0, 7, 2], num_experts=3, k=2)
-    rule = ByTokenId(TopK(2), lambda ids_T: table_VK[ids_T])
-    generator = torch.Generator().manual_seed(0)
-    for sequences in (1, 2, 5):
-        ids_T = torch.randint(0, 5, (20,), generator=generator)
-        scores_TE = 9 * torch.randn(20, 3, generator=generator)
-        chosen_TK = rule(scores_TE, Tokens(sequences, ids_T=ids_T)).experts_TK
-        assert [set(row) for row in chosen_TK.tolist()] == [
-            set(table_VK[item].tolist()) for item in ids_T.tolist()
-        ]
+def test_a_model_that_is_loaded_has_the_table_that_was_saved() -> None:
+    """The text of the run that goes on may have other counts, and so make another table."""
+    saved = HashTable(torch.tensor([[2], [0], [1]]))
+    loaded = HashTable(torch.tensor([[0], [1], [2]]))
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded(torch.tensor([0, 1, 2, 0])).tolist() == [[2], [0], [1], [2]]

@@ -42,15 +42,6 @@ def test_probs_worked_by_hand() -> None:
     assert scores_TE.grad.tolist() == [pytest.approx([3 / 16, 0, -3 / 16])]
 
 
-def test_top_p_has_the_recorded_number_of_experts() -> None:
-    scores_TE = torch.tensor([[0.0, LN2, LN3]] * 2, dtype=torch.float64)
-    rule, _ = replayed(TopP(0.4), [[2, 1, 0], [0, -1, -1]])
-    choices = rule(scores_TE, Tokens(1))
-    assert choices.probs_TK[0].tolist() == pytest.approx([3 / 6, 2 / 6, 1 / 6])
-    assert choices.probs_TK[1, 0].item() == pytest.approx(1 / 6)
-    assert choices.tokens_per_expert().tolist() == [2, 1, 1]
-
-
 CUTOFF_BIAS = torch.tensor([0.5, 0.0, -0.5, 0.25])
 RULES = {
     "topk": TopK(2),

@@ -12,11 +12,11 @@ from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.segments import (
     BySegment,
     Merges,
+    RunningSegments,
     by_first,
     by_previous,
     means_of,
     own,
-    segment_sizes,
     segment_sums,
     segment_sums_of_share,
     shifted,
@@ -27,13 +27,6 @@ from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 from tests.distributed import run_distributed
 from tests.oracles import merging as oracle
-
-
-def test_sizes():
-    assert segment_sizes(8, 4) == [4, 4]
-    assert segment_sizes(10, 4) == [4, 4, 2]
-    assert segment_sizes(3, 4) == [3]
-    assert segment_sizes(4096, 256) == [256] * 16
 
 
 def segment_means(x_SBX: torch.Tensor, length: int) -> torch.Tensor:
@@ -121,18 +114,6 @@ def test_merges_by_the_first_segment(first):
     assert (e_GBE.grad == 0).all()
 
 
-def test_the_gradient_of_a_prefix_comes_from_what_follows_it():
-    e_GBE = weights()
-    merges = by_first(e_GBE, [4, 4, 2], own)
-    (merges.weights_MBE * torch.tensor([1.0, 10.0])[:, None, None]).sum().backward()
-    assert e_GBE.grad[..., 0].tolist() == [[10.0, 10.0], [0.0, 0.0], [0.0, 0.0]]
-
-
-def test_a_sequence_of_one_segment_is_one_merge():
-    assert by_previous(weights()[:1], [2], uniform).weights_MBE.tolist() == [[[0.5, 0.5]] * 2]
-    assert len(list(Merges([7], weights()[:1]).parts(torch.zeros(7, 2, 3)))) == 1
-
-
 # One sequence: two segments of two tokens and a short one; two experts, scores worked by hand.
 SCORES = [[1.0, 0.0], [3.0, 0.0], [0.0, 4.0], [0.0, 2.0], [9.0, 9.0]]
 JUDGED = [[2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]  # segment 1 by itself, 2 by 1, 3 by 2
@@ -143,24 +124,6 @@ def test_segments_are_judged_by_the_one_before():
     assert chosen.scores_TE.tolist() == [JUDGED[0]] * 2 + [JUDGED[1]] * 2 + [JUDGED[2]]
     assert chosen.experts_TK.tolist() == [[0], [0], [0], [0], [1]]
     assert chosen.probs_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
-
-
-def test_experts_take_whole_segments_and_earlier_ones_win_ties():
-    rule = BySegment(ExpertChoice(1.0, raw), 2)  # round(3 / 2) = 2 segments each
-    chosen = rule(torch.tensor(SCORES), Tokens(1))
-    # Expert 0 ranks the first two segments equal and best; expert 1 the third, then the first.
-    assert [sorted(row) for row in chosen.experts_TK.tolist()] == [[0, 1]] * 2 + [[-1, 0]] * 2 + [
-        [-1, 1]
-    ]
-
-
-def test_of_equal_sequences_the_earlier_are_taken():
-    scores_SBE = torch.tensor(SCORES[:4]).repeat_interleave(4, dim=0)  # S * B rows, B = 4
-    chosen = BySegment(ExpertChoice(0.5, raw), 2)(scores_SBE, Tokens(4))
-    # Each expert takes two of eight segments: all tie, and so it takes the first ones.
-    assert [[e for e in row if e >= 0] for row in chosen.experts_TK.tolist()] == (
-        [[0, 1], [0, 1], [], []] * 2 + [[]] * 8
-    )
 
 
 def test_the_first_segment_gives_scores_no_gradient():
@@ -237,3 +200,49 @@ def test_segments_may_span_ranks():
         ]
     gradient = numpy.concatenate([half[2] for half in halves])
     numpy.testing.assert_allclose(gradient, whole[2], rtol=1e-4, atol=1e-6)
+
+
+def reference(x_SBX: torch.Tensor, length: int, only_first: bool) -> torch.Tensor | None:
+    """The mean of the last complete segment, or of the first: [B, X]; None: there is none."""
+    segments = [part for part in x_SBX.split(length) if len(part) == length]
+    if not segments:
+        return None
+    return (segments[0] if only_first else segments[-1]).mean(0)
+
+
+def some_tokens(sequences: int) -> torch.Tensor:
+    return torch.randn(14, sequences, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.mark.parametrize("only_first", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 4, 20])
+@pytest.mark.parametrize("start", [1, 3, 4, 9])
+def test_one_token_at_a_time(start: int, length: int, only_first: bool) -> None:
+    x_SBX = some_tokens(2)
+    running = RunningSegments.after(x_SBX[:start], length, only_first)
+    for tokens in range(start, len(x_SBX) + 1):
+        expected = reference(x_SBX[:tokens], length, only_first)
+        assert running.complete_B.tolist() == [expected is not None] * 2
+        if expected is not None:
+            torch.testing.assert_close(running.mean_BX, expected)
+        if tokens < len(x_SBX):
+            running.add(x_SBX[tokens])
+
+
+@pytest.mark.parametrize("only_first", [False, True])
+def test_sequences_of_their_own_lengths_and_segments(only_first: bool) -> None:
+    x_SBX = some_tokens(3)
+    starts, lengths = [2, 5, 7], [3, 2, 7]
+    parts = [
+        RunningSegments.after(x_SBX[:start, i : i + 1], length, only_first)
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    running = RunningSegments.joined(parts)
+    for step in range(4):
+        running.add(torch.stack([x_SBX[start + step, i] for i, start in enumerate(starts)]))
+    kept = running.rows(torch.tensor([2, 0]))
+    for row, i in enumerate([2, 0]):
+        whole = x_SBX[: starts[i] + 4, i : i + 1]
+        expected = reference(whole, lengths[i], only_first)
+        assert expected is not None and kept.complete_B[row]
+        torch.testing.assert_close(kept.mean_BX[row : row + 1], expected)

@@ -1,9 +1,10 @@
-"""Threshold: an expert computes every token whose score is above its cutoff."""
+"""Rules by a threshold: above an expert's cutoff (Threshold), above 0 (ReLU)."""
 
 import pytest
 import torch
 
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems.relu.rule import ReLU
 from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Gate, Threshold
 
@@ -50,15 +51,6 @@ def test_gates_by_hand(gate: Gate, expected: list[float]) -> None:
     assert probs_TK[0].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_constant_that_the_cutoff_follows_changes_gates_but_no_choice() -> None:
-    scores_TE = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    shift_E = torch.tensor([0.0, 5.0, 0.0, 0.0])
-    before = Threshold(threshold.sigmoid, bias_E=torch.zeros(4))(scores_TE, TOKENS)
-    after = Threshold(threshold.sigmoid, bias_E=-shift_E)(scores_TE + shift_E, TOKENS)
-    assert after.experts_TK.sort(1).values.tolist() == before.experts_TK.sort(1).values.tolist()
-    assert not torch.allclose(after.probs_per_expert(), before.probs_per_expert())
-
-
 def test_the_cutoff_has_no_gradient_and_the_scores_have_that_of_the_gate() -> None:
     scores_TE = torch.tensor([[2.0, -1.0]], requires_grad=True)
     choices = Threshold(threshold.sigmoid, bias_E=torch.zeros(2))(scores_TE, TOKENS)
@@ -66,3 +58,25 @@ def test_the_cutoff_has_no_gradient_and_the_scores_have_that_of_the_gate() -> No
     slope = torch.sigmoid(torch.tensor(2.0)) * torch.sigmoid(torch.tensor(-2.0))
     assert scores_TE.grad is not None
     assert scores_TE.grad[0].tolist() == pytest.approx([float(slope), 0.0])
+
+
+def test_positive_scores_choose_and_weigh():
+    scores_TE = torch.tensor([[0.5, -1.0, 2.0, 0.0], [-1.0, -2.0, 0.0, -0.5], [1.0, 1.0, 1.0, 3.0]])
+    choices = ReLU()(scores_TE, TOKENS)
+    assert choices.experts_TK.tolist() == [[2, 0, -1, -1], [-1] * 4, [3, 0, 1, 2]]
+    assert choices.probs_TK.tolist() == [[2.0, 0.5, 0, 0], [0.0] * 4, [3.0, 1, 1, 1]]
+    assert choices.tokens_per_expert().tolist() == [2, 1, 2, 1]
+
+
+def test_only_positive_scores_have_a_gradient():
+    scores_TE = torch.tensor([[0.5, -1.0, 2.0, 0.0]], requires_grad=True)
+    ReLU()(scores_TE, TOKENS).probs_per_expert().sum().backward()
+    assert scores_TE.grad.tolist() == [[1, 0, 1, 0]]
+
+
+def test_a_given_expert_whose_score_is_not_positive_has_the_prob_0():
+    """A replay may name it; with its score it would subtract its output."""
+    scores_TE = torch.tensor([[0.5, -1.0, 2.0, 0.0]])
+    choices = ReLU().of(scores_TE, torch.tensor([[1, 2, 3, -1]]))
+    assert choices.experts_TK.tolist() == [[1, 2, 3, -1]]
+    assert choices.probs_TK[0, :3].tolist() == [0.0, 2.0, 0.0]

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
-from moe_parallel.ops import extension, select_backend
+from moe_parallel.ops import select_backend
 from moe_parallel.platform.device import keep_freed_memory
 from moe_parallel.tool import Tool
 from tools.bench import benchmark
@@ -46,7 +46,6 @@ from tools.bench.table import format_row
 
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0, ERC: 15.0}
 PEERS = ("transformers", "transformer-engine")
-TILING = ["where-faster", "square", "wide", "narrow"]
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}
 
 
@@ -70,8 +69,6 @@ def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
         torch.set_num_threads(1)
         if not keep_freed_memory():
             print("this C library has no mallopt: page faults of new memory count", flush=True)
-    module = extension.load()
-    module.set_tiling(getattr(module.Tiling, options.tiling.upper().replace("-", "_")))
     ours, clock = select_backend("native"), work_clock_of(options.device)
     sizes = sizes_of(options.sizes, options.device)
     needs_megatron = options.device == "cpu" and "routed_layer" in options.ops
@@ -119,9 +116,6 @@ def _add_flags(tool: Tool) -> None:
     add("--dtype", type=words, metavar="A,B,...",
         help="some of float32, bfloat16, float16 (default: the first two; GPU: "
         "bfloat16)")  # fmt: skip
-    add("--tiling", choices=TILING, default=TILING[0],
-        help="tiles of grouped products in bf16 on an H100 or H200: 128 x 128 (square), 128 x 256 "
-        "(wide) or 128 x 64 (narrow) where they fit (default: %(default)s)")  # fmt: skip
     benchmark.add_flags(tool)
 
 

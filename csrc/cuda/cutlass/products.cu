@@ -56,7 +56,7 @@ const Instantiation* find(const GroupedProduct& task, const Device& device) {
   switch (task.type) {
     case ScalarType::kBFloat16:
 #if MOE_PARALLEL_BUILT_FOR_HOPPER
-      if (device.runs_hopper) return &on_hopper(*kind, tile_of(*kind, task, device.tiling));
+      if (device.runs_hopper) return &on_hopper(*kind, fastest_tile(*kind, task));
 #endif
       return &on_ampere(kAmpereBFloat16, *kind);
     case ScalarType::kFloat16:

@@ -2,17 +2,15 @@
 #pragma once
 
 #include "../../grouped_gemm_product.h"
-#include "../../grouped_gemm_tiling.h"
 
 namespace moe_parallel {
 
-// The GPU that a product runs on, the code of this build that it can run, and the wanted tiles.
+// The GPU that a product runs on, and the code of this build that it can run.
 struct Device {
   int index;
   int multiprocessors;
   bool runs_ampere;  // sm_80, or later GPUs through PTX
   bool runs_hopper;  // sm_90a, only on compute capability 9.0
-  Tiling tiling;     // of sm_90a
 };
 
 // Whether run_on_cutlass() supports this product. The type must have 16 bits, or be float if `tf32`

@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "../../grouped_gemm_product.h"
-#include "../../grouped_gemm_tiling.h"
 
 namespace moe_parallel {
 
@@ -40,8 +39,7 @@ struct TileRule {
   Tile tile;
 };
 
-constexpr int64_t kLeastWide = 256;   // columns, those of a wide tile
-constexpr int64_t kMostNarrow = 256;  // the largest d_low for which narrow tiles are considered
+constexpr int64_t kLeastWide = 256;  // columns, those of a wide tile
 
 // The first rule that fits holds; without one the tile is square. They are read off the times on an
 // H200 (docs/performance/log.md). Time of the square tile divided by that of the chosen one, as the
@@ -63,6 +61,7 @@ inline constexpr TileRule kFastestTiles[] = {
     {ProductKind::kOuter, {3072}, {kLeastWide, 1024}, kAnySize, Tile::kWide},
 };
 
+// The tile of a product in bf16 on Hopper.
 inline Tile fastest_tile(ProductKind kind, const GroupedProduct& task) {
   const int64_t mean = task.groups > 0 ? task.rows / task.groups : 0;
   const auto size = [&](int64_t wanted) { return wanted == kRagged ? mean : wanted; };
@@ -71,22 +70,6 @@ inline Tile fastest_tile(ProductKind kind, const GroupedProduct& task) {
         rule.k.has(size(task.k))) {
       return rule.tile;
     }
-  }
-  return Tile::kSquare;
-}
-
-// The tile of a product in bf16 on Hopper.
-inline Tile tile_of(ProductKind kind, const GroupedProduct& task, Tiling tiling) {
-  const bool is_small = task.n <= kMostNarrow || (task.m != kRagged && task.m <= kMostNarrow);
-  switch (tiling) {
-    case Tiling::kWhereFaster:
-      return fastest_tile(kind, task);
-    case Tiling::kWide:
-      return task.n >= kLeastWide ? Tile::kWide : Tile::kSquare;
-    case Tiling::kNarrow:
-      return is_small ? Tile::kNarrow : Tile::kSquare;
-    case Tiling::kSquare:
-      break;
   }
   return Tile::kSquare;
 }

@@ -1,51 +1,76 @@
-"""A run whose backward passes add to main gradients equals a run that adds gradients afterward."""
+"""What is computed in another way, or is given, is the same run in every layout: experts in parts
+within a budget, gradients added to main gradients, loads that are forced."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import make_config
-from moe_parallel.ops import extension
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
 from tests.model.test_layouts import ONE, layout, model
+from tests.tiers import rest_in_full
 
-BACKENDS = ["reference"] + ["native"] * extension.is_built()
-SYSTEMS = ["topk", "aoe", "aoe_top_p", "lory"]
-WITH_DENSE = {"moe_layer_freq": "[0]+[1]*3"}
-SHARED = {"topk": {"moe_shared_expert_intermediate_size": 16}}
 FUSED = {"gradient_accumulation_fusion": True}
+#: The start has the first step of the warm-up; its last step and one more follow.
+WARM_UP = {"moe_router_force_routing": "warmup:2"}
+
+
+class Way(NamedTuple):
+    start: Options  # of the reference too
+    also: Options  # of the runs that are compared with it
+    systems: tuple[str, ...]
+
+
+WAYS = {
+    # About eight rows; a rank receives at least thirty.
+    "budget": Way({}, {"moe_activation_budget": 0.01}, ("aoe", "topk", "aoe_top_p")),
+    "forced": Way(WARM_UP, {}, ("aoe_top_p", "topk", "topk, sigmoid, groups, bias, shared expert")),
+    "fused": Way({}, FUSED, ("topk", "aoe", "aoe_top_p", "lory")),
+}
+CASES = [(way, system) for way in WAYS for system in WAYS[way].systems]
 
 #: Layouts by the number of ranks.
 LAYOUTS: dict[int, dict[str, Options]] = {
     1: {"one": ONE, "one, recompute": layout(recompute=True)},
     2: {
-        "dp2, distributed optimizer": layout(distributed=True),
         "ep2, distributed optimizer, recompute": layout(ep=2, distributed=True, recompute=True),
+        "ep2, main gradients": layout(ep=2) | FUSED,
         "tp2, etp2": layout(tp=2, etp=2),
-        "tp2, ep2, sequence parallel": layout(tp=2, ep=2, sp=True),
-        "pp2, virtual": layout(pp=2, virtual=True),
+        "tp2, sp, ep2": layout(tp=2, ep=2, sp=True),
+        "pp2, virtual, recompute": layout(pp=2, virtual=True, recompute=True),
     },
     4: {"ep2 in dp4, distributed optimizer": layout(ep=2, distributed=True)},
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) -> None:
-    options = model(system) | {"moe_backend": backend}
-    start = make_start(options | ONE, tmp_path)
-    for world, layouts in LAYOUTS.items():
-        cases = {
-            name: options | FUSED | each
-            for name, each in layouts.items()
-            if system != "lory" or each.get("expert_model_parallel_size", 1) == 1
-        }
-        assert differences(run_all(world, start, cases), start.on_one_rank) == {}
+@pytest.mark.parametrize("world", rest_in_full(LAYOUTS, 2))
+@pytest.mark.parametrize(
+    ("way", "system"),
+    [
+        pytest.param(*case, marks=[] if case in (CASES[0], CASES[3]) else pytest.mark.full)
+        for case in CASES
+    ],
+)
+def test_it_is_the_same_run(tmp_path: Path, way: str, system: str, world: int) -> None:
+    options = model(system) | WAYS[way].start
+    begun = make_start(options | ONE, tmp_path)
+    cases = {
+        name: options | spread | WAYS[way].also
+        for name, spread in LAYOUTS[world].items()
+        if system != "lory" or spread["expert_model_parallel_size"] == 1
+    }
+    if cases:
+        assert differences(run_all(world, begun, cases), begun.on_one_rank) == {}
+
+
+SYSTEMS = WAYS["fused"].systems
+WITH_DENSE = {"moe_layer_freq": "[0]+[1]*3"}
+SHARED = {"topk": {"moe_shared_expert_intermediate_size": 16}}
 
 
 def _added(cases: list[Options]) -> list[dict[str, bool]]:
