@@ -19,6 +19,7 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config.parser import LaunchOptions
+from moe_parallel.errors import InputError
 from moe_parallel.training.failure import (
     LAUNCHER,
     STARTED,
@@ -43,12 +44,14 @@ class Launcher:
     """Starts the ranks, watches them, and starts them again after a failure."""
 
     def __init__(self, options: LaunchOptions, script: str) -> None:
-        """The ranks run `script`. From here on signals go to them."""
+        """The ranks run `script`. From here on signals go to them. Raises InputError."""
         cores = len(os.sched_getaffinity(0))
         gpus = torch.cuda.device_count()
         named = {"cpu": cores, "gpu": gpus, "auto": gpus or cores}
         self._command = [sys.executable, script, *options.program]
-        self._number = int(named.get(options.processes, options.processes)) or 1
+        self._number = int(named.get(options.processes, options.processes))
+        if not self._number:
+            raise InputError("--nproc-per-node is gpu, and torch finds no GPU here: name a number")
         self._options = options
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._asked: list[tuple[signal.Signals, float]] = []  # signals and their times

@@ -326,12 +326,10 @@ class Telemetry:
             self._attempt(sink.name, sink.sync)
 
     def close(self) -> None:
-        """Closes all sinks, even if closing one fails."""
-        with contextlib.ExitStack() as stack:
-            for sink in self._sinks:
-                stack.callback(self._attempt, sink.name, sink.close)
-            if self._console is not None:  # first, to release the terminal
-                stack.callback(self._attempt, CONSOLE, self._console.close)
+        if self._console is not None:  # first, to release the terminal
+            self._attempt(CONSOLE, self._console.close)
+        for sink in self._sinks:
+            self._attempt(sink.name, sink.close)
 
     def _attempt(self, name: str, write: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -380,46 +378,24 @@ def open_telemetry(
     """
     if directory is None and wandb_project is not None:
         raise InputError(f"--wandb-project {wandb_project}: needs a folder: give --save DIR")
-    with contextlib.ExitStack() as opened:
-        sinks: list[Sink] = []
-        warning = None
-
-        def add(sink: Sink) -> None:
-            opened.callback(sink.close)
-            sinks.append(sink)
-
-        if directory is not None:
-            with _writing_to(directory):
-                metrics = MetricsWriter(directory, resumed_from, logged)
-                warning = metrics.warning
-                opened.callback(metrics.close)
-                if tensorboard:
-                    add(TensorBoardSink(directory, resumed_from, metrics.resumed.last))
-                if wandb_project is not None:
-                    add(
-                        WandbSink(
-                            directory,
-                            wandb_project,
-                            wandb_mode,
-                            None if resumed_from is None else metrics.resumed.cut,
-                            config or {},
-                        )
-                    )
-                sinks.append(metrics)  # last: the others then have every record that it has
-        opened.pop_all()  # nothing failed, so the caller closes them
+    sinks: list[Sink] = []
+    warning = None
+    if directory is not None:
+        try:
+            metrics = MetricsWriter(directory, resumed_from, logged)
+            warning = metrics.warning
+            if tensorboard:
+                sinks.append(TensorBoardSink(directory, resumed_from, metrics.resumed.last))
+            if wandb_project is not None:
+                told = None if resumed_from is None else metrics.resumed.cut
+                sinks.append(WandbSink(directory, wandb_project, wandb_mode, told, config or {}))
+        except OSError as error:  # at the start, when nothing is lost yet
+            raise InputError(
+                f"--save {directory}: cannot write the logs ({one_line(error)}): "
+                "free space, or save in another folder"
+            ) from error
+        sinks.append(metrics)  # last: the others then have every record that it has
     telemetry = Telemetry(open_console(train_iters, first), *sinks)
     if warning is not None:
         telemetry.say(f"warning: {warning}")
     return telemetry
-
-
-@contextlib.contextmanager
-def _writing_to(directory: Path | str) -> Iterator[None]:
-    """Refuse a folder that cannot be written at the start, when nothing is lost yet."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"--save {directory}: cannot write the logs ({one_line(error)}): "
-            "free space, or save in another folder"
-        ) from error

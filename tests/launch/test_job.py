@@ -4,16 +4,12 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.launch.launched import Launched
-from tests.program import Program, Torchrun
 from tests.tiers import rest_in_full
 
-SMALL_JOB = Path(__file__).with_name("small_job.py")
 KILLED = (
     r"error: rank 1 \(process \d+ on .+\) was killed by SIGKILL, as the kernel does when memory "
     r"is full; the other ranks cannot continue without it\n"
@@ -141,40 +137,3 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
         assert job.output.removeprefix(WAIT) == (
             "interrupted twice: the ranks were killed, and have not saved\n"
         )
-
-
-class TorchrunOnce(Torchrun):
-    """torchrun with one restart."""
-
-    def _start(self, script, world_size):
-        *words, script = super()._start(script, world_size)
-        return [*words, "--max-restarts", "1", script]
-
-
-WHOLE = "".join(f"step {step}\n" for step in range(1, 7))
-
-
-@pytest.mark.full
-def test_a_process_group_finds_no_trace_of_a_lost_one(tmp_path):
-    with Program(tmp_path, 2, ["--max-restarts", "1", "die", "1"], script=SMALL_JOB) as job:
-        assert job.finish() == 0
-        assert re.search(KILLED, job.output)
-        assert job.output.endswith(AGAIN + WHOLE)
-        assert job.output.count("\n") == 2 + 1 + 1 + 6
-
-
-@pytest.mark.full
-def test_nor_under_torchrun(tmp_path):
-    with TorchrunOnce(tmp_path, 2, ["die", "1"], script=SMALL_JOB) as job:
-        assert job.finish() == 0
-        assert job.output.endswith(WHOLE)
-
-
-@pytest.mark.full
-def test_ranks_without_their_launcher_leave(tmp_path):
-    with Program(tmp_path, 2, ["wait", "1"], script=SMALL_JOB) as job:
-        job.wait_for("rank waits")
-        ranks = job.ranks()
-        os.kill(job.pid, signal.SIGKILL)
-        assert psutil.wait_procs(ranks, timeout=600)[1] == []
-        assert sorted(job.output.splitlines()) == ["rank waits", "step 1", "step 2"]

@@ -4,6 +4,7 @@ import pytest
 
 from moe_parallel.config.parser import SHUTDOWN_TIMEOUT, divide
 from moe_parallel.errors import InputError
+from moe_parallel.launch.launcher import Launcher
 
 
 def test_no_flag_of_the_launcher():
@@ -38,3 +39,9 @@ def test_flags_are_found_wherever_they_are():
 def test_wrong_values(line, message):
     with pytest.raises(InputError, match=message):
         divide(line.split())
+
+
+def test_gpus_that_are_not_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(InputError, match="--nproc-per-node is gpu, and torch finds no GPU here"):
+        Launcher(divide(["--nproc-per-node", "gpu"]), "program.py")

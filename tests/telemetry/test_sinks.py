@@ -220,37 +220,6 @@ def test_a_rank_that_reports_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_sink_that_fails_to_open_closes_the_others(tmp_path, monkeypatch):
-    closed = []
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(TensorBoardSink, "close", lambda self: closed.append("tensorboard"))
-    with pytest.raises(InputError, match="pip install wandb"):
-        open_telemetry(tmp_path, 100, wandb_project="moe")
-    assert closed == ["tensorboard"]
-
-
-def test_a_sink_that_fails_to_close_does_not_keep_the_others_open():
-    class Stuck:
-        name = "stuck"
-
-        def __init__(self, failure=None):
-            self.failure, self.closed = failure, False
-
-        def log(self, record): ...
-
-        def sync(self): ...
-
-        def close(self):
-            self.closed = True
-            if self.failure:
-                raise self.failure
-
-    sinks = Stuck(), Stuck(RuntimeError("disk")), Stuck()
-    with pytest.raises(RuntimeError, match="disk"):
-        Telemetry(None, *sinks).close()
-    assert all(sink.closed for sink in sinks)
-
-
 def test_names_and_values():
     named = scalars(example_record(validation=VALIDATION))
     assert named["train/lm_loss"] == 4.25
