@@ -28,7 +28,7 @@ from moe_parallel.training.starts import keep_command
 
 
 def main(script: str, arguments: Sequence[str]) -> None:
-    """Run the program, and end the process with its exit code; see `training.exit_codes`."""
+    """Run the program, and end the process with its exit code; see `training.signals`."""
     stop = StopRequest()
     try:
         with stop.listening():
