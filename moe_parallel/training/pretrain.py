@@ -61,7 +61,7 @@ from moe_parallel.training.text import names_tokenizer, open_stream, open_text
 
 
 def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
-    """Pretrain as the command line specifies, and end the process; see `exit_codes`."""
+    """Pretrain as the command line specifies, and end the process; see signals.py."""
     stop = stop or StopRequest()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = join_store(rank, world_size)

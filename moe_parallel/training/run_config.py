@@ -75,7 +75,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
 def _newest_file(load: str) -> tuple[Path, dict[str, object]]:
     """The checkpoint that --load names, or the newest with a configuration, and its content.
 
-    All files of the checkpoint are checked later, by all ranks: see newest_good.py.
+    All files of the checkpoint are checked later, by all ranks: see `record.newest_good`.
     """
     folder = Path(load)
     candidates = CheckpointFolder(folder).newest_first() or [find_checkpoint(folder)]

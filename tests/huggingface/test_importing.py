@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.importing import import_folder, plan_import
-from moe_parallel.training.checkpoint import tensors as parts
+from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.checkpoint.record import read_record
 from tests.distributed import run_distributed
 from tests.huggingface.imported import WITHOUT_TEXT, logits_here, losses_here, run_of
@@ -145,7 +145,7 @@ def test_one_part_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         return tensor
 
     monkeypatch.setattr(TensorFolder, "read", counted)
-    monkeypatch.setattr(parts, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(checkpoint_tensors, "FILE_BYTES", 30_000)
     run = run_of(saved, tmp_path / "run")
     largest = 96 * 32 * 4  # the embedding
     assert largest <= most <= 2 * largest

@@ -94,7 +94,7 @@ FAULTS_OF_RUNS = [
         "moe_parallel/experts/fp8.py",
         "        self.load_state(before)\n",
         "",
-        ("tests/experts", "tests/training/checkpoint/test_fp8.py"),
+        ("tests/experts", "tests/training/checkpoint/test_state.py"),
     ),
     Fault(
         "a jitter of 1 is allowed",
@@ -143,14 +143,14 @@ FAULTS_OF_RUNS = [
         f"{TRAINING}/checkpoint/record.py",
         '    agree(lambda: check_content(checkpoint, record["files"], rank_share()))\n',
         "",
-        ("tests/training/checkpoint/test_newest_good.py",),
+        ("tests/training/checkpoint/test_record.py",),
     ),
     Fault(
         "a hang is blamed on the rank that is furthest ahead",
         f"{TRAINING}/heartbeat.py",
         "return min(silent or busy or ranks",
         "return max(silent or busy or ranks",
-        ("tests/training/test_hangs.py",),
+        ("tests/training/test_heartbeat.py",),
     ),
     Fault(
         "a lost connection is a bug",

@@ -1,21 +1,32 @@
-"""The `machine` of a record: rates of a run, the peak of a device, and no thread that stays."""
+"""The machine's rates and gauges, the times of all ranks, and profiles."""
 
+import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.autograd import DeviceType
 
-from moe_parallel.config import make_config
+from moe_parallel.config import LoggingConfig, make_config
+from moe_parallel.layers.routed import RoutedLayer
+from moe_parallel.model import forward
 from moe_parallel.model.flops import token_flops
+from moe_parallel.telemetry.metrics import TIMING, read_metrics
+from moe_parallel.telemetry.progress import Clock
 from moe_parallel.training import instruments as instruments_module
 from moe_parallel.training.instruments import (
     Instruments,
+    Profile,
     computed_choices,
+    covered,
     peak_tflops,
+    summarize,
 )
 from tests.data.small_text import small_bpe
 from tests.distributed import run_distributed
@@ -101,3 +112,248 @@ def test_peaks(name: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(instruments_module, "torch", SimpleNamespace(cuda=gpu))
     assert peak_tflops(bf16=True) == tflops
     assert peak_tflops(bf16=False) is None
+
+
+RUN = {
+    "train_iters": 10,
+    "log_interval": 2,
+    "expert_model_parallel_size": 2,
+    "eval_iters": 0,
+}
+TOKENS = SMALL["global_batch_size"] * SMALL["seq_length"]
+LAYERS, CHOICES = SMALL["num_layers"], 2
+SLOW = 1
+MICRO_BATCHES = 2  # of a step, on each rank
+OWN, OWN_OF_SLOW = 1.0, 3.0  # seconds of a micro-batch
+OF_ROW = 0.01  # seconds
+
+
+class _Time:
+    """The clock of a rank's phases: it stands still but for what a test adds.
+
+    In an exchange every rank waits until the last one has come.
+    """
+
+    now = 0.0
+
+    @classmethod
+    def install(cls):
+        Clock.read = lambda clock: cls.now
+        exchange = dist.all_to_all_single
+
+        def exchange_and_wait(*args, group, **more):
+            work = exchange(*args, group=group, **more)
+            latest = torch.tensor(cls.now, dtype=torch.float64)
+            dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+            cls.now = latest.item()
+            return work
+
+        dist.all_to_all_single = exchange_and_wait
+
+
+def _slow_host():
+    plain = forward.own_documents
+
+    def slowly(*args):
+        _Time.now += OWN_OF_SLOW if dist.get_rank() == SLOW else OWN
+        return plain(*args)
+
+    _Time.install()
+    forward.own_documents = slowly
+
+
+def _hot_experts():
+    """All tokens choose the experts of one rank: 2 and 3 of 4. Each row takes its time."""
+    plain, compute = RoutedLayer.choose, RoutedLayer.compute
+
+    def choose(layer, *args):
+        _Time.now += OWN
+        choices = plain(layer, *args)
+        hot = torch.tensor([2, 3]).expand_as(choices.experts_TK).contiguous()
+        return replace(choices, experts_TK=hot)
+
+    def compute_slowly(layer, rows):
+        _Time.now += OF_ROW * len(rows.x_MD)
+        return compute(layer, rows)
+
+    _Time.install()
+    RoutedLayer.choose, RoutedLayer.compute = choose, compute_slowly
+
+
+def _records(folder, before):
+    options = SMALL | RUN | small_data(folder) | {"save": folder / "run"}
+    ends = run_distributed(2, pretrain_here, [options], before)
+    printed = ends[0][0][1]
+    return read_metrics(folder / "run" / "metrics.jsonl"), printed
+
+
+@pytest.fixture(scope="module")
+def slow_host(tmp_path_factory):
+    return _records(tmp_path_factory.mktemp("host"), _slow_host)
+
+
+@pytest.fixture(scope="module")
+def hot_experts(tmp_path_factory):
+    return _records(tmp_path_factory.mktemp("experts"), _hot_experts)
+
+
+@pytest.mark.full
+def test_a_slow_host_is_named(slow_host):
+    records, _ = slow_host
+    for record in records:
+        ranks = record["ranks"]
+        slowest = ranks["slowest"]
+        assert (slowest["rank"], slowest["phase"], slowest["cause"]) == (SLOW, "forward", "host")
+        assert ranks["own_seconds"] == [MICRO_BATCHES * OWN, MICRO_BATCHES * OWN_OF_SLOW]
+        # The other rank waits for it in a collective.
+        assert ranks["dispatch_seconds"] == [MICRO_BATCHES * (OWN_OF_SLOW - OWN), 0]
+        assert sum(ranks["rows"]) == TOKENS * CHOICES * LAYERS
+
+
+@pytest.mark.full
+def test_it_is_told_in_one_line(slow_host):
+    _, printed = slow_host
+    (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
+    assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
+
+
+@pytest.mark.full
+def test_hot_experts_are_told_apart(hot_experts):
+    records, _ = hot_experts
+    for record in records:
+        slowest = record["ranks"]["slowest"]
+        assert (slowest["rank"], slowest["cause"]) == (SLOW, "tokens")
+        assert record["ranks"]["rows"] == [0, TOKENS * CHOICES * LAYERS]
+        assert record["rank_load"]["overload"] == 2.0
+        assert record["rank_load"]["expert_parallel_rank"] == SLOW
+
+
+@pytest.mark.full
+def test_only_the_load_is_the_same_in_every_run(slow_host):
+    record = slow_host[0][0]
+    assert "ranks" in TIMING and "rank_load" not in TIMING
+    loads = [
+        sum(layer["tokens_per_expert"][first : first + 2]) / (TOKENS * CHOICES)  # in two steps
+        for layer in record["layers"]
+        for first in (0, 2)
+    ]
+    assert record["rank_load"]["overload"] == max(loads)
+    assert record["rank_load"]["p50"] == sorted(loads)[1]
+
+
+STEPS = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
+SHORT = {"train_iters": 5, "lr_warmup_iters": 1, "eval_iters": 0, "log_interval": 1}
+
+
+def event(
+    name: str, begin: float, end: float, *, kernel: bool = False, annotation: bool = False
+) -> SimpleNamespace:
+    """An event of torch's profiler, with times in microseconds."""
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=begin, end=end),
+        device_type=DeviceType.CUDA if kernel else DeviceType.CPU,
+        is_user_annotation=annotation,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run that is profiled, one that is not, and one that ends meanwhile."""
+    folder = tmp_path_factory.mktemp("profile")
+    common = SMALL | small_data(folder) | SHORT
+    cases = {"profiled": STEPS, "plain": {}, "left": STEPS | {"exit_interval": 2}}
+    run_distributed(
+        1,
+        pretrain_here,
+        *[[common | case | {"save": folder / name} for name, case in cases.items()]],
+    )
+    return folder
+
+
+def _losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["lm_loss"] for line in lines if "lm_loss" in line]
+
+
+def _steps_in(run, first=2):
+    """The number of steps that the trace shows: each calls the optimizer once."""
+    with gzip.open(run / "profile" / f"iter_{first:07d}_rank0.json.gz") as trace:
+        names = [each.get("name", "") for each in json.load(trace)["traceEvents"]]
+    return sum(name.startswith("Optimizer.step") for name in names)
+
+
+@pytest.mark.full
+def test_the_chosen_steps_are_recorded(runs):
+    assert _steps_in(runs / "profiled") == 2
+    text = (runs / "profiled" / "profile" / "iter_0000002_rank0.txt").read_text()
+    assert text.startswith("profile of 2 steps: ") and "aten::mm" in text
+
+
+@pytest.mark.full
+def test_a_run_that_ends_before_writes_what_it_recorded(runs):
+    assert _steps_in(runs / "left") == 1
+    assert (
+        (runs / "left" / "profile" / "iter_0000002_rank0.txt")
+        .read_text()
+        .startswith("profile of 1 step: ")
+    )
+
+
+@pytest.mark.full
+def test_recording_changes_nothing(runs):
+    assert _losses(runs / "profiled") == _losses(runs / "plain")
+    assert not (runs / "plain" / "profile").exists()
+
+
+@pytest.mark.full
+def test_only_the_chosen_ranks_are_recorded(tmp_path):
+    options = SMALL | small_data(tmp_path) | SHORT | STEPS | {"train_iters": 2}
+    two = options | {"profile_ranks": [1], "save": tmp_path / "run", "global_batch_size": 4}
+    run_distributed(2, pretrain_here, [two])
+    names = {path.name for path in (tmp_path / "run" / "profile").iterdir()}
+    assert names == {"iter_0000002_rank1.json.gz", "iter_0000002_rank1.txt"}
+
+
+def test_what_the_device_and_the_host_did():
+    events = [
+        event("cudaLaunchKernel", 0, 10),
+        event("cudaMemcpyAsync", 20, 25),
+        event("cudaStreamSynchronize", 100, 600),
+        event("cudaStreamSynchronize", 700, 1200),
+        event("aten::mm", 0, 50),
+        event("sgemm", 1000, 3000, kernel=True),
+        event("Memcpy HtoD", 2000, 4000, kernel=True),  # at the same time on another stream
+        event("sgemm", 9000, 10000, kernel=True),
+        event("Optimizer.step#AdamW.step", 3000, 10000, kernel=True, annotation=True),
+    ]
+    assert summarize(events, seconds=0.02, steps=2) == (
+        "profile of 2 steps: 10.0 ms a step; the device works 2.0 ms of them (20%); "
+        "kernels and copies a step: 1; the host waits 0.5 ms in 1 calls"
+    )
+
+
+def test_without_a_gpu_only_the_time_is_told():
+    assert summarize([event("aten::mm", 0, 50)], 0.5, 1) == "profile of 1 step: 500.0 ms a step"
+
+
+def test_time_that_intervals_cover():
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (5, 6), (7, 8)]) == 6
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capfd):
+    (tmp_path / "profile").write_text("a file, where the folder should be")
+    logging = LoggingConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    for rank in (0, 1):
+        config = SimpleNamespace(
+            logging=replace(logging, profile_ranks=(rank,)),
+            checkpoint=SimpleNamespace(save=str(tmp_path)),
+        )
+        profile = Profile(config, rank)
+        profile.begin_step(1)
+        note = profile.end_step(1, is_last=False)
+        assert note is not None and note.startswith("warning: the profile was not written to ")
+        assert profile.finish() is None
+        printed = capfd.readouterr().err  # of rank 0 the run prints the note
+        assert (note in printed) == (rank == 1)

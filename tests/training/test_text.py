@@ -1,14 +1,28 @@
+"""The tokenizer and the data of a run."""
+
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moe_parallel.config import parse_command_line
+from moe_parallel.config import Config, parse_command_line
 from moe_parallel.data.corpus import DefaultCorpus
-from moe_parallel.data.tokenizer import train_byte_bpe
+from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.training.text import OwnTokenizer, open_text, token_counts
+from moe_parallel.training.standalone import standalone_config
+from moe_parallel.training.text import (
+    OwnTokenizer,
+    names_tokenizer,
+    open_text,
+    open_tokenizer,
+    token_counts,
+)
 from tests.data.small_text import small_bpe, words, write_texts
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, flags, pretrain_here, small_data
 
 
 @pytest.fixture
@@ -74,3 +88,143 @@ def test_all_samples_are_counted():
 
 def test_beyond_the_limit_samples_are_left_out_evenly():
     assert token_counts(SAMPLES, vocab_size=5, limit=6) == [1, 2, 3, 0, 0]
+
+
+def other_bpe() -> FastTokenizer:
+    """A tokenizer with as many tokens as small_bpe, but different ones."""
+    other = train_byte_bpe([words(400, seed)[::-1] for seed in range(4)], 300)
+    assert other.vocab_size == small_bpe().vocab_size
+    assert other.fingerprint != small_bpe().fingerprint
+    return other
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"iteration +[34]/4 \| loss (\S+)", printed)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
+    """A run that stopped at iteration 2, its options, and the losses of the next iterations."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = SMALL | AOE | small_data(folder)
+    whole = options | {"save": folder / "whole"}
+    half = options | {"save": folder / "half", "exit_interval": 2}
+    [[(_, printed), (code, _)]] = run_distributed(1, pretrain_here, [whole, half])
+    assert code == 0 and len(losses(printed)) == 2
+    return folder, options, losses(printed)
+
+
+@pytest.fixture
+def moved(
+    trained: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """That run in another folder, its options with the data elsewhere, and the losses."""
+    folder, options, expected = trained
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    shutil.copytree(folder / "half", tmp_path / "run")
+    shutil.rmtree(tmp_path / "elsewhere" / "half")
+    options = options | {
+        "data_path": [tmp_path / "elsewhere" / path.name for path in options["data_path"]],
+        "data_cache_path": tmp_path / "cache",
+    }
+    return tmp_path / "run", options, expected
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_its_own_tokenizer(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, expected = moved
+    old = Path(options["tokenizer_model"])
+    kept = old.with_name("kept")
+    old.rename(kept)
+    try:
+        assert open_text(config_of(options | {"load": run})).warnings == ()  # no file is there
+        goes_on = options | {"load": run, "save": run}
+        del goes_on["tokenizer_model"]
+        again = options | {"load": run / "iter_0000002", "save": run.with_name("again")}
+        shutil.copytree(run, run.with_name("remade"))
+        other_bpe().save(old)
+        remade = options | {"load": run.with_name("remade"), "save": run.with_name("remade")}
+        [ends] = run_distributed(1, pretrain_here, [goes_on, again, remade])
+        assert [losses(printed) for _, printed in ends] == [expected] * 3
+        for _, printed in ends:
+            warning = r"warning: --tokenizer-model \S+ is not the tokenizer any more that this run"
+            assert re.search(warning, printed)
+        for name in ("run", "again", "remade"):
+            copies = [run.with_name(name), *run.with_name(name).glob("iter_*")]
+            for copy in copies:
+                assert load_tokenizer(copy / "tokenizer").fingerprint == small_bpe().fingerprint
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+        kept.rename(old)
+
+
+def config_of(options: dict[str, Any]) -> Config:
+    return parse_command_line(flags(options))
+
+
+def test_another_tokenizer_on_the_command_line_is_refused(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, _ = moved
+    own = options | {"load": run}
+    assert open_text(config_of(own), tokenizer_given=True).warnings == ()
+    other_bpe().save(run.with_name("other"))
+    small_bpe().save(run.with_name("same"))
+    same = own | {"tokenizer_model": run.with_name("same")}
+    assert open_text(config_of(same), tokenizer_given=True).warnings == ()
+    other = own | {"tokenizer_model": run.with_name("other")}
+    for given in (False, True):  # as a value from a file, and as a flag
+        with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
+            open_text(config_of(other), tokenizer_given=given)
+    with pytest.raises(InputError, match=r"no/such"):
+        open_text(config_of(own | {"tokenizer_model": "no/such"}))
+
+
+def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
+    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options, _ = moved
+    remade = run.with_name("remade")
+    other_bpe().save(remade)
+    config = config_of(options | {"load": run, "tokenizer_model": remade})
+    # As if the run had started with that path.
+    monkeypatch.setattr("moe_parallel.training.text._as_recorded", lambda *of: True)
+    (warning,) = open_text(config).warnings
+    assert f"{remade} is not the tokenizer any more" in warning
+    with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it"):
+        open_text(config, tokenizer_given=True)
+
+
+def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, _ = moved
+    folder = run / "iter_0000002" / "tokenizer"
+    size = (folder / "tokenizer.json").stat().st_size
+    other_bpe().save(folder)
+    with (folder / "tokenizer.json").open("a") as stream:  # padded to the original size
+        stream.write(" " * max(0, size - (folder / "tokenizer.json").stat().st_size))
+    with pytest.raises(InputError, match=rf"--load {run}/iter_0000002: ") as told:
+        open_text(config_of(options | {"load": run}))
+    assert "\n" not in str(told.value)
+    (folder / "tokenizer.json").write_text("[" * size)
+    with pytest.raises(InputError, match=r"its tokenizer cannot be used: .*not a tokenizer\.json"):
+        open_text(config_of(options | {"load": run}))
+
+
+def test_tools_read_a_moved_run_without_its_data(
+    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options, _ = moved
+    monkeypatch.chdir(run.parent)
+    shutil.rmtree(run.parent / "elsewhere")
+    config = standalone_config([], load="run")
+    assert open_tokenizer(config).fingerprint == small_bpe().fingerprint
+
+
+@pytest.mark.parametrize("word", ["--tokenizer-model", "--tokenizer_type=NullTokenizer"])
+def test_a_command_line_that_names_a_tokenizer(word: str) -> None:
+    assert names_tokenizer(["--lr", "1", word, "x"])
+    assert not names_tokenizer(["--lr", "1", "--vocab-size", "9"])

@@ -11,8 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
-from moe_parallel.training.checkpoint import saving as checkpoint_writer
-from moe_parallel.training.checkpoint import saving as snapshot
+from moe_parallel.training.checkpoint import saving
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.inspection import compare
@@ -170,7 +169,7 @@ def _fail_on_rank_1(path):
         raise LookupError("a bug")
 
     if dist.get_rank() == 1:
-        checkpoint_writer.describe_files = broken
+        saving.describe_files = broken
     _begin(run)
     while run.checkpointer.background.is_writing():
         time.sleep(0.01)
@@ -187,9 +186,9 @@ def _copy_with_memory(path, needed):
     run = _open(path)
     run.steps(1)
     ends = []
-    with mock.patch.object(snapshot, "memory_to_regain", lambda: 0):
+    with mock.patch.object(saving, "memory_to_regain", lambda: 0):
         for free in (needed - 1, needed, 0):
-            with mock.patch.object(snapshot, "free_host_memory", mock.Mock(return_value=free)):
+            with mock.patch.object(saving, "free_host_memory", mock.Mock(return_value=free)):
                 try:
                     _begin(run)
                     ends.append(_finish(run).name)

@@ -17,8 +17,8 @@ from torch import distributed as dist
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
-from moe_parallel.training.checkpoint import record as checkpoint_files
-from moe_parallel.training.checkpoint import saving as checkpoint_writer
+from moe_parallel.training.checkpoint import record as checkpoint_record
+from moe_parallel.training.checkpoint import saving
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
@@ -153,7 +153,7 @@ def test_keep_last_bounds_the_disk(tmp_path):
 
 def _remove_what_was_written(folder, names):
     """Another process deletes from the folder after this rank's part was described."""
-    whole = checkpoint_files.check_complete
+    whole = checkpoint_record.check_complete
 
     def remove_first(writing, files):
         for name in names:
@@ -161,7 +161,7 @@ def _remove_what_was_written(folder, names):
             files.pop(name)
         whole(writing, files)
 
-    checkpoint_writer.check_complete = remove_first
+    saving.check_complete = remove_first
 
 
 def _save_what_is_not_whole(folder, removed):
@@ -172,7 +172,7 @@ def _save_what_is_not_whole(folder, removed):
         run.steps(1)
         _remove_what_was_written(folder, [name])
         messages.append(_error(run.save))
-        checkpoint_writer.check_complete = checkpoint_files.check_complete
+        saving.check_complete = checkpoint_record.check_complete
     return messages
 
 
@@ -205,7 +205,7 @@ def _save_on_a_full_disk(folder):
         (CheckpointFolder, "begin"),
         (checkpoint_tensors, "write_common"),
         (checkpoint_tensors._WatchedStream, "_put"),
-        (checkpoint_writer, "copy_files"),
+        (saving, "copy_files"),
         (checkpoint_folder, "write_sealed"),
         (checkpoint_folder, "flush_to_disk"),
     ):

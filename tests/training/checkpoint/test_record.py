@@ -1,4 +1,4 @@
-"""checkpoint.json: damage of any kind gives one line, and no other content is accepted."""
+"""checkpoint.json, the files that it describes, and the newest checkpoint that is whole."""
 
 import json
 import os
@@ -6,14 +6,22 @@ import shutil
 
 import pytest
 
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.record import (
     FORMAT,
+    check_complete,
+    check_content,
+    check_sizes,
     checked_file,
     describe_files,
+    list_files,
     read_record,
 )
+from tests.distributed import RankError, run_distributed
+from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 DATA = {"name": "text", "weight": None, "idx": "1f", "bin": None}
 STREAM = {"made_of": {"--seed": 1, "--data-path": [DATA]}, "first": 0, "ends": [160]}
@@ -205,3 +213,148 @@ def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
         InputError, match="the checkpoint is incomplete or damaged: weights is damaged"
     ):
         checked_file(path, "weights")
+
+
+EVERYTHING = slice(None)
+
+
+def test_damage_is_found_by_size_and_by_content(tmp_path):
+    weights = tmp_path / "weights"
+    weights.write_text("12345")
+    (tmp_path / "checkpoint.json").write_text("")
+    files = describe_files(tmp_path, list_files(tmp_path))
+    # 0xcbf53a1c is the CRC-32 of "12345" in other programs.
+    assert files == {"weights": {"bytes": 5, "crc32": 0xCBF53A1C}}
+    check_sizes(tmp_path, files)
+    check_content(tmp_path, files, EVERYTHING)
+    weights.write_text("12346")
+    with pytest.raises(
+        InputError, match="incomplete or damaged: weights is damaged; it cannot be loaded"
+    ):
+        check_content(tmp_path, files, EVERYTHING)
+    weights.write_text("1234")
+    with pytest.raises(InputError, match="weights has 4 bytes instead of 5"):
+        check_sizes(tmp_path, files)
+    weights.unlink()
+    with pytest.raises(InputError, match="weights is missing"):
+        check_sizes(tmp_path, files)
+
+
+def test_ranks_share_the_reading(tmp_path):
+    for name in "abcde":
+        (tmp_path / name).write_text(name)
+    files = describe_files(tmp_path, list_files(tmp_path))
+    (tmp_path / "c").write_text("x")
+    check_content(tmp_path, files, slice(1, None, 2))
+    with pytest.raises(InputError, match="c is damaged"):
+        check_content(tmp_path, files, slice(0, None, 2))
+
+
+def test_config_and_tokenizer_alone_are_no_checkpoint(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(StorageError, match=r"^\.metadata is missing: every rank has to write"):
+        check_complete(tmp_path, describe_files(tmp_path, list_files(tmp_path)))
+
+
+def _run_each(commands):
+    """(exit code, output) of each command."""
+    return [pretrain_here([command])[0] for command in commands]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """The flags of a run of 4 iterations that saves each, and its result on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    command = SMALL | small_data(folder) | {"save_interval": 1, "exit_interval": "none"}
+    whole = folder / "run"
+    run_distributed(2, pretrain_here, [command | {"save": whole, "exit_interval": 3}])
+    shutil.copytree(whole, folder / "stopped")
+    shutil.rmtree(whole)
+    run_distributed(2, pretrain_here, [command | {"save": whole}])
+    return command, whole, folder / "stopped"
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _exchange(at):
+    other, aside = at.with_name("iter_0000001"), at.with_name("aside")
+    for source, target in ((at, aside), (other, at), (aside, other)):
+        source.rename(target)
+
+
+def _cut_log(at):
+    log = at.with_name("metrics.jsonl")
+    log.write_text(log.read_text().partition('{"iteration": 2')[0])
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DAMAGES = {
+    "a shard is cut": (lambda at: os.truncate(at / "__1_0.distcp", 100), "__1_0.distcp has 100"),
+    "a shard is missing": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a bit of a shard": (lambda at: _flip(at / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "the record": (lambda at: (at / "checkpoint.json").write_text("{"), "checkpoint.json is"),
+    "the configuration": (lambda at: _flip(at / "config.yaml"), "config.yaml is damaged"),
+    "the record of another iteration": (
+        lambda at: shutil.copy(at.with_name("iter_0000002") / "checkpoint.json", at),
+        "it was saved at iteration 2 and has been renamed",
+    ),
+    "exchanged": (_exchange, "it was saved at iteration 1 and has been renamed"),
+    "no log": (lambda at: at.with_name("metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "a cut log": (_cut_log, "metrics.jsonl ends at iteration 1, and the run goes on after 3"),
+    "a tracker of none": (lambda at: at.with_name(TRACKER).write_text("999"), "says 999, but"),
+    "an empty tracker": (lambda at: at.with_name(TRACKER).write_text(""), "says '' instead"),
+}
+QUICK = ("the configuration", "exchanged", "a cut log", "an empty tracker")
+REST = tuple(name for name in DAMAGES if name not in QUICK)
+
+
+@pytest.mark.parametrize("damages", rest_in_full([QUICK, REST], QUICK), ids=len)
+def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path, damages):
+    command, whole, stopped = command
+    runs = [tmp_path / str(i) for i in range(len(damages))]
+    for run, name in zip(runs, damages, strict=True):
+        shutil.copytree(stopped, run)
+        DAMAGES[name][0](run / "iter_0000003")
+    commands = [command | {"save": run, "load": run} for run in runs]
+    commands[-1] = {"load": runs[-1], "exit_interval": "none"}  # the rest is in the checkpoint
+    ends, others = run_distributed(2, _run_each, commands, timeout=600)
+    assert [code for code, _ in ends + others] == [0] * 2 * len(runs)
+    for run, (_, output), name in zip(runs, ends, damages, strict=True):
+        (line,) = [line for line in output.splitlines() if line.startswith("warning: ")]
+        assert str(run) in line and DAMAGES[name][1] in line
+        iteration = 3 if "log" in name or "tracker" in name else 2
+        assert "log" in name or line.endswith(f"; the run continues from iter_000000{iteration}")
+        assert f"going on after iteration {iteration}" in output
+        for iteration in (3, 4):
+            name = f"iter_{iteration:07d}"
+            assert same_bytes(stored_tensors(run / name), stored_tensors(whole / name))
+
+
+@pytest.mark.full
+def test_two_damaged_checkpoints_are_passed_over_and_none_is_good(command, tmp_path):
+    command, _, stopped = command
+    some, none = tmp_path / "some", tmp_path / "none"
+    for run, damaged in ((some, (2, 3)), (none, (1, 2, 3))):
+        shutil.copytree(stopped, run)
+        for iteration in damaged:
+            _flip(run / f"iter_{iteration:07d}" / "__0_0.distcp")
+    ((code, output),) = run_distributed(2, pretrain_here, [command | {"save": some, "load": some}])[
+        0
+    ]
+    assert code == 0
+    assert output.count("the run continues from iter_0000001") == 1
+    with pytest.raises(RankError, match="iter_0000003: the checkpoint is incomplete or damaged"):
+        run_distributed(2, pretrain_here, [command | {"save": none, "load": none}])
+
+
+def test_a_checkpoint_that_is_named_is_not_replaced(command, tmp_path):
+    command, _, stopped = command
+    run = shutil.copytree(stopped, tmp_path / "run")
+    _flip(run / "iter_0000003" / "__0_0.distcp")
+    named = command | {"save": run, "load": run / "iter_0000003"}
+    with pytest.raises(RankError, match="load another one: .*iter_0000002"):
+        run_distributed(2, pretrain_here, [named])
