@@ -9,7 +9,8 @@ from moe_parallel.errors import InputError
 
 #: How to install a package if `pip install` with the name of its module is not enough.
 INSTALL = {
-    "lm_eval": "pip install 'lm-eval>=0.4.13,<0.5'",
+    "lm_eval": "pip install 'moe-parallel[evaluation]'",
+    "transformers": "pip install 'transformers>=5.23'",
     "faiss": "pip install faiss-cpu",
     "pynvml": "pip install nvidia-ml-py",
     "transformer_engine": "on a machine with CUDA, pip install --no-build-isolation "

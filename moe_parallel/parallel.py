@@ -33,8 +33,8 @@ class Groups:
 
     Inside a layer that dispatches tokens, those of a micro-batch are split over `tp` and `cp`, with
     or without sequence parallelism. So every rank of `tp`, `cp` and `dp` routes its own tokens.
-    Without sequence parallelism they are not split over `tp` in generation with a cache, and where
-    tp does not divide the sequence length of an evaluation or a generation.
+    Without sequence parallelism they are not split over `tp` where tp does not divide the sequence
+    length of an evaluation.
     """
 
     tp: dist.ProcessGroup  # tensor parallel: one micro-batch, its tokens split

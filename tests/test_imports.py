@@ -25,9 +25,9 @@ LAYERS = (
     {"systems"},
     {"model"},
     {"plan"},
-    {"evaluation", "generation", "analysis", "library"},
+    {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "huggingface", "harness", "launch", "tool"},
+    {"convert", "generation", "huggingface", "harness", "launch", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

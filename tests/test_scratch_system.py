@@ -14,8 +14,7 @@ import yaml
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from tests.distributed import run_distributed
-from tests.generation.small_models import PROMPTS, VOCABULARY, small_model
-from tests.huggingface.exporting import export_run, save_runs
+from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
 from tests.program import SCRIPT, SMALL, Program, flags, small_data
 from tests.tools.running import run_tool
 from tests.training.tiny_run import Layout, TinyRun
@@ -175,7 +174,6 @@ def _export(package: Path, folder: Path) -> tuple[float, bool, str]:
 
     import moe_parallel.hf  # noqa: F401  registers the architecture
     from moe_parallel.errors import InputError
-    from tests.huggingface.exporting import PROMPT, STEPS
 
     ((logits, tokens),) = save_runs([(folder / "run", OPTIONS)])
     export_run(folder / "run", folder / "exported")
@@ -198,7 +196,8 @@ def test_it_is_exported_if_transformers_can_compute_it(package: Path, tmp_path: 
     ((distance, same_text, refused),) = run_distributed(1, _export, package, tmp_path)
     assert distance <= 1e-5 and same_text
     assert refused == (
-        "--load: --expert-selection window is not exported: its rule, Window, has no exported form"
+        "--load: --expert-selection window has no form in transformers, which export, "
+        "texts and tasks need: its rule, Window, has no exported form"
     )
 
 
@@ -223,7 +222,8 @@ def _own_probs() -> str:
 
 def test_weights_of_its_own_are_not_exported() -> None:
     (refused,) = run_distributed(1, _own_probs)
-    assert "--expert-selection half is not exported: its rule weights experts by <func" in refused
+    assert "half has no form in transformers" in refused
+    assert "need: its rule weights experts by <func" in refused
 
 
 def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
@@ -248,20 +248,20 @@ def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
     register(System(MirrorSelection, layer=MirrorLayer, rules=window_system.rules))
     config = make_config({"expert_selection": "mirror", "num_experts": 4, "num_layers": 1})
     with pytest.raises(InputError) as refused:
-        own_config_json(config, VOCABULARY, fold=False)
+        own_config_json(config, 20, fold=False)
     exported = own_layers.ExportedLayer(
         lambda config: {"router_hidden_size": None}, own_steps.routed_steps
     )
     own_layers.register_layer(MirrorLayer, exported)
-    fields = own_config_json(config, VOCABULARY, fold=False)
+    fields = own_config_json(config, 20, fold=False)
     assert fields["rule"] == "topk" and fields["num_experts_per_tok"] == 1
-    names = [name for step in steps_of(config, VOCABULARY, fold=False) for name, _ in step.results]
+    names = [name for step in steps_of(config, 20, fold=False) for name, _ in step.results]
     return str(refused.value), [name for name in names if ".mlp." in name]
 
 
 def test_a_layer_of_its_own_is_refused_until_it_is_registered(package: Path) -> None:
     ((refused, names),) = run_distributed(1, _layers_of_its_own, package)
-    assert refused.endswith("mirror is not exported: its layer, MirrorLayer, has no exported form")
+    assert refused.endswith("need: its layer, MirrorLayer, has no exported form")
     mlp = "model.layers.0.mlp"
     assert names == [
         f"{mlp}.gate.router_out",
@@ -285,32 +285,22 @@ def test_its_flops_are_counted(package: Path) -> None:
     assert (scores, experts) == (layers * 2 * n * d, layers * 6 * d * f)
 
 
-def _generate(package: Path) -> list[list[int]]:
-    """Two continuations of each prompt: with a cache and without."""
+def _generate(package: Path, folder: Path) -> bool:
+    """Whether a text, with a cache in a batch, is that of the run's model."""
     sys.path.insert(0, str(package))
+    from moe_parallel.generation import TextWriter
+    from moe_parallel.huggingface.export import model_in_memory, source_of
 
-    from moe_parallel.generation.decode import Generation, Reuse
-    from moe_parallel.generation.sampling import Sampler, Sampling
-
-    model = small_model(OPTIONS)
-    texts = []
-    for cache in (True, False):
-        reuse = Reuse.of(model.config, cache=cache)
-        assert (reuse.settled_after is not None) is cache
-        sampler = Sampler(Sampling(temperature=0), seed=1, numbers=range(len(PROMPTS)))
-        generation = Generation(model, PROMPTS, sampler, reuse, places=max(map(len, PROMPTS)) + 5)
-        written: list[list[int]] = [[] for _ in PROMPTS]
-        for _ in range(5):
-            for number, token in generation.step():
-                written[number].append(token)
-        texts.append(written)
-    return texts
+    ((_, tokens),) = save_runs([(folder / "run", OPTIONS)])
+    source = source_of(str(folder / "run"))
+    greedy = {"temperature": 0, "top_k": None, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    writer = TextWriter(model_in_memory(source), source.tokenizer, 32, greedy)
+    texts = writer.write([PROMPT, PROMPT[:4]], STEPS, batch_size=2)
+    return texts[0] == source.tokenizer.detokenize(tokens) != texts[1]
 
 
-def test_it_generates_with_a_cache_as_without(package: Path) -> None:
-    ((cached, whole),) = run_distributed(1, _generate, package)
-    assert cached == whole
-    assert len({tuple(text) for text in whole}) > 1  # the prompts matter
+def test_it_generates_as_the_runs_model(package: Path, tmp_path: Path) -> None:
+    assert run_distributed(1, _generate, package, tmp_path) == [True]
 
 
 WRONG_NAMES = {

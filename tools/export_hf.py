@@ -73,17 +73,11 @@ def _export(own: argparse.Namespace) -> None:
     _check(own)
     load_torch()
 
-    from moe_parallel.huggingface.export import ExportOptions, ExportSource, export
-    from moe_parallel.training.checkpoint.folder import find_checkpoint
-    from moe_parallel.training.standalone import standalone_config, vocab_size_of
-    from moe_parallel.training.text import open_tokenizer
+    from moe_parallel.huggingface.export import ExportOptions, export, source_of
 
-    checkpoint = find_checkpoint(Path(own.load))
-    config = standalone_config([], load=str(checkpoint))
-    source = ExportSource(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
     options = ExportOptions(own.architecture, own.dtype, own.fold, int(own.max_file_size * GIB))
     with progress("weights", None, "B") as advance:
-        done = export(source, Path(own.output), options, advance)
+        done = export(source_of(own.load), Path(own.output), options, advance)
     for note in done.notes:
         print(note)
     written = done.written

@@ -4,7 +4,8 @@
     python tools/generate.py --load runs/my --input prompts.jsonl --output texts.jsonl
     python tools/generate.py --load runs/my --chat
 
-The tool runs on one process, in fp32, whatever layout trained the model. A Lory model merges its
+The tool runs on one process, in fp32, whatever layout trained the model: it builds the model that
+tools/export_hf.py would write, in memory, and transformers generates. A Lory model merges its
 experts once, by the mean of the prompt, and uses them for the prompt and the new text. With
 --lory-inference segment it routes each segment, as in training. Besides its own flags, the tool
 accepts those of pretrain_gpt_moe.py.
@@ -13,19 +14,16 @@ accepts those of pretrain_gpt_moe.py.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool, check_load, check_output, check_positive, load_torch, progress
 
 if TYPE_CHECKING:
-    from moe_parallel.generation.continuation import TextWriter
-    from moe_parallel.generation.sampling import Sampling
+    from moe_parallel.generation import TextWriter
 
 
 def main(arguments: list[str]) -> int:
@@ -62,9 +60,8 @@ def main(arguments: list[str]) -> int:
     return tool.run_with_training_flags(arguments, _write)
 
 
-def _check(own: argparse.Namespace) -> Sampling:
-    from moe_parallel.generation.sampling import Sampling
-
+def _check(own: argparse.Namespace) -> dict[str, Any]:
+    """The options of sampling. Raises InputError for a wrong flag."""
     check_load(own)
     given = [flag for flag in ("prompt", "input", "chat") if getattr(own, flag)]
     if not given:
@@ -73,14 +70,21 @@ def _check(own: argparse.Namespace) -> Sampling:
         raise InputError(f"--{given[0]} and --{given[1]} exclude each other: give one of them")
     if own.output and own.chat:
         raise InputError("--output is for --prompt and --input: leave it out with --chat")
-    check_positive(own, "tokens", "batch-size")
+    check_positive(own, "tokens", "batch-size", "top-k")
     check_output(own)
     if "" in own.stop:
         raise InputError("--stop contains an empty text, which ends every text: leave it out")
-    names = (field.name for field in dataclasses.fields(Sampling))
-    sampling = Sampling(**{name: getattr(own, name) for name in names})
-    sampling.check()
-    return sampling
+    ranges = {
+        "temperature": (0 <= own.temperature < float("inf"), "at least 0"),
+        "top_p": (0 < own.top_p <= 1, "above 0 and at most 1"),
+        "min_p": (0 <= own.min_p <= 1, "at least 0 and at most 1"),
+        "repetition_penalty": (0 < own.repetition_penalty < float("inf"), "above 0"),
+    }
+    for name, (valid, rule) in ranges.items():
+        if not valid:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is {getattr(own, name)}: it must be {rule}")
+    return {name: getattr(own, name) for name in ("top_k", *ranges)}
 
 
 def _write(own: argparse.Namespace, flags: list[str]) -> None:
@@ -88,31 +92,30 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     prompts = _prompts(own)
     load_torch()
 
-    from moe_parallel.generation.continuation import TextWriter
-    from moe_parallel.generation.decode import Reuse, generation_config
-    from moe_parallel.generation.language_model import GenerationModel
-    from moe_parallel.training.standalone import (
-        single_process,
-        standalone_config,
-        standalone_model,
-        vocab_size_of,
-    )
-    from moe_parallel.training.text import open_tokenizer
+    from moe_parallel.generation import TextWriter
+    from moe_parallel.huggingface.export import model_in_memory, source_of
 
-    config = standalone_config(flags, load=own.load)
-    config = generation_config(config, by_prompt="--lory-inference" not in flags)
-    tokenizer = open_tokenizer(config)
-    with single_process(config) as groups:
-        vocab_size = vocab_size_of(config)
-        chunk, _ = standalone_model(config, vocab_size, groups)
-        chunk.eval()
-        model = GenerationModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
-        reuse = Reuse.of(config, cache=not own.no_cache)
-        writer = TextWriter(model, tokenizer, sampling, reuse, config.training.seed)
-        if own.chat:
-            _chat(own, writer)
-        else:
-            _continue(own, prompts, writer)
+    source = source_of(own.load, flags)
+    selection: Any = source.config.selection
+    asked = any(flag.partition("=")[0] == "--lory-inference" for flag in flags)
+    by_segment = asked and selection.lory_inference == "segment"
+    if own.no_cache and selection.system == "lory" and not by_segment:
+        raise InputError(
+            "--no-cache: without a cache each new token would change the merge that Lory makes for "
+            "the prompt: leave it out, or route each segment by --lory-inference segment"
+        )
+    writer = TextWriter(
+        model_in_memory(source),
+        source.tokenizer,
+        source.config.training.seq_length,
+        sampling,
+        seed=source.config.training.seed,
+        cache=not (own.no_cache or by_segment),
+    )
+    if own.chat:
+        _chat(own, writer)
+    else:
+        _continue(own, prompts, writer)
 
 
 def _prompts(own: argparse.Namespace) -> list[str]:
@@ -128,7 +131,6 @@ def _prompts(own: argparse.Namespace) -> list[str]:
 
 def _continue(own: argparse.Namespace, prompts: list[str], writer: TextWriter) -> None:
     from moe_parallel.data.atomic_files import write_atomically
-    from moe_parallel.generation.continuation import Continuation
 
     tokenizer = writer.tokenizer
     tokens = [[*tokenizer.beginning, *ids] for ids in tokenizer.tokenize_all(prompts)]
@@ -138,15 +140,13 @@ def _continue(own: argparse.Namespace, prompts: list[str], writer: TextWriter) -
             f"--{'input' if own.input else 'prompt'} has {longest} tokens, and the model reads "
             f"--seq-length {writer.seq_length}: shorten it"
         )
-    limits = [Continuation(own.tokens, tuple(own.stop))] * len(prompts)
-    streams = len(prompts) == 1 and not own.output
-    if streams:
+    if len(prompts) == 1 and not own.output:
         print(prompts[0], end="", flush=True)
-        writer.write(tokens, limits, 1, lambda _, text: print(text, end="", flush=True))
+        writer.write(tokens, own.tokens, own.stop, show=_show)
         print()
         return
     with progress("texts", len(prompts), "text") as advance:
-        texts = writer.write(tokens, limits, own.batch_size, done=lambda _: advance(1))
+        texts = writer.write(tokens, own.tokens, own.stop, own.batch_size, done=advance)
     pairs = list(zip(prompts, texts, strict=True))
     if own.output:
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in pairs]
@@ -156,19 +156,18 @@ def _continue(own: argparse.Namespace, prompts: list[str], writer: TextWriter) -
 
 
 def _chat(own: argparse.Namespace, writer: TextWriter) -> None:
-    from moe_parallel.generation.chat import Chat, converse
-    from moe_parallel.generation.continuation import Continuation
+    from moe_parallel.generation import Chat, converse
 
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
-
-    def answer(tokens: list[int], stops: Sequence[str]) -> str:
-        limit = Continuation(own.tokens, (*stops, *own.stop))
-        (text,) = writer.write([tokens], [limit], 1, lambda _, text: show(text))
+    def answer(tokens: list[int], stop: str) -> str:
+        (text,) = writer.write([tokens], own.tokens, (stop, *own.stop), show=_show)
         return text
 
     chat = Chat(own.system, *own.names)
-    converse(chat, writer.tokenizer, writer.seq_length - 1, input, show, answer)
+    converse(chat, writer.tokenizer, writer.seq_length - 1, input, _show, answer)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

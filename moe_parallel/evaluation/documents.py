@@ -12,9 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moe_parallel.evaluation.model import ReadingModel, Span, score
 from moe_parallel.evaluation.text_loss import TextLoss
-from moe_parallel.generation.language_model import GenerationModel
-from moe_parallel.generation.scoring import Span, score
 
 #: The quantile of the normal distribution that belongs to intervals of 95%.
 Z_95 = 1.959964
@@ -98,7 +97,7 @@ def windows(tokens: int, length: int, stride: int) -> list[tuple[int, int, int]]
 
 
 def evaluate_documents(
-    model: GenerationModel,
+    model: ReadingModel,
     documents: Sequence[Sequence[int]],
     bytes_per_token: Sequence[int],
     before_text: int,
@@ -125,8 +124,8 @@ def evaluate_documents(
             spans.append(Span(whole[start : end + 1], first - start))
             owners.append(number)
     nats = [0.0] * len(documents)
-    for owner, each in zip(owners, score(model, spans, batch_size, advance=advance), strict=True):
-        nats[owner] += each.nats
+    for owner, each in zip(owners, score(model, spans, batch_size, advance), strict=True):
+        nats[owner] += each
     return DomainLoss(
         tuple(
             TextLoss(loss, len(document), int(sum(bytes_per_token[token] for token in document)))

@@ -20,7 +20,7 @@ from moe_parallel.analysis.selections import (
     MergedSelections,
     TextSelections,
 )
-from moe_parallel.generation.language_model import GenerationModel
+from moe_parallel.evaluation.model import ReadingModel
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.layers.merged import MergedLayer
 from moe_parallel.model.forward import Batch
@@ -38,7 +38,7 @@ def expert_layers(model: Any) -> list[DispatchedLayer | MergedLayer]:
 
 
 def selections_of(
-    model: GenerationModel, batches: Iterable[tuple[int, Batch]], text: str
+    model: ReadingModel, batches: Iterable[tuple[int, Batch]], text: str
 ) -> Iterator[TextSelections]:
     """Run the model on the batches, and yield the selections of each, in the layers of this stage.
 

@@ -80,22 +80,6 @@ class MergedExperts(ExpertParameters):
         h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
         return merged_linear(h_PTF, weights_PE, w_out_LFD, self.ops, main_out_LFD)
 
-    def merged(self, weights_PE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of merged experts, to keep: [P, D, 2F] and [P, F, D]. Without gradient."""
-        (w_in_LDF, w_out_LFD), _ = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
-        merge = self.ops.expert_merge
-        return merge(weights_PE, w_in_LDF), merge(weights_PE, w_out_LFD)
-
-    def compute(
-        self, x_PTD: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """What `forward` returns, by matrices that `merged` returned."""
-        w_in_PDF, w_out_PFD = merged
-        gate_up_PTF = self.ops.product(*fast_factors(x_PTD, w_in_PDF)).to(x_PTD.dtype)
-        h_NF = self.ops.swiglu_halves(gate_up_PTF.flatten(0, 1))
-        h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
-        return self.ops.product(*fast_factors(h_PTF, w_out_PFD)).to(x_PTD.dtype)
-
 
 def merged_linear(
     x_PTI: torch.Tensor,

@@ -17,9 +17,9 @@ from moe_parallel.data.text_files import read_texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents
-from moe_parallel.generation.language_model import GenerationModel
-from moe_parallel.harness.presets import PRESETS
+from moe_parallel.evaluation.model import ReadingModel
 from moe_parallel.harness.tasks import (
+    PRESETS,
     Wanted,
     load_tasks,
     require_harness,
@@ -27,12 +27,20 @@ from moe_parallel.harness.tasks import (
     run_tasks,
     table_of,
 )
+from moe_parallel.huggingface.export import source_of
 from moe_parallel.tool import progress
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
 from moe_parallel.training.open_model import open_model
 from moe_parallel.training.standalone import evaluation_config
 from moe_parallel.training.text import open_text, open_tokenizer
+
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -59,19 +67,20 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
     """
     config = agree(lambda: evaluation_config(asked.flags, asked.load, dist.get_world_size()))
     _check_stride(asked, config)
+    _check_layout(asked, config)
     tasks = _tasks(asked)
     tokenizer = agree(lambda: open_tokenizer(config))
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
     domains = rank_0_first(lambda: _domains(asked, config, tokenizer))
     found: dict[str, Any] = {"load": asked.load, "iteration": agree(lambda: _iteration(asked.load))}
-    with open_model(config, tokenizer) as model:
-        if domains:
+    if domains:
+        with open_model(config) as model:
             losses = _losses(asked, model, tokenizer, domains)
-            found["stride"] = asked.stride or config.training.seq_length
-            found["documents"] = {name: _numbers(each) for name, each in losses.items()}
-            _say(table_of_documents(losses))
-        if tasks is not None:
-            found |= _harness(asked, model, tokenizer, tasks)
+        found["stride"] = asked.stride or config.training.seq_length
+        found["documents"] = {name: _numbers(each) for name, each in losses.items()}
+        _say(table_of_documents(losses))
+    if tasks is not None:
+        found |= _harness(asked, config, tasks)
     if asked.output is not None:
         output = Path(asked.output)
         on_rank_0(lambda: write_atomically(output, json.dumps(found, indent=2, default=str) + "\n"))
@@ -91,6 +100,18 @@ def _check_stride(asked: Evaluation, config: Config) -> None:
             f"--stride is {asked.stride}, above --seq-length {length}: tokens between windows "
             f"would be left out; give at most {length}"
         )
+
+
+def _check_layout(asked: Evaluation, config: Config) -> None:
+    """Raises InputError for a divided model, which answers no tasks."""
+    for name in _LAYOUT if asked.wanted.tasks else ():
+        size = getattr(config.parallel, name)
+        if size not in (None, 1):
+            raise InputError(
+                f"--{name.replace('_', '-')} is {size}, but each rank answers tasks with a whole "
+                "model: leave it out, or give an export (tools/export_hf.py) to lm_eval --model hf "
+                "--model_args pretrained=FOLDER,parallelize=True"
+            )
 
 
 def _tasks(asked: Evaluation) -> Any:
@@ -123,7 +144,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
 
 def _losses(
     asked: Evaluation,
-    model: GenerationModel,
+    model: ReadingModel,
     tokenizer: Tokenizer,
     domains: dict[str, list[list[int]]],
 ) -> dict[str, DomainLoss]:
@@ -145,16 +166,17 @@ def _losses(
     return losses
 
 
-def _harness(
-    asked: Evaluation, model: GenerationModel, tokenizer: Tokenizer, tasks: Any
-) -> dict[str, Any]:
+def _harness(asked: Evaluation, config: Config, tasks: Any) -> dict[str, Any]:
     from moe_parallel.harness.model import HarnessModel  # needs lm_eval
 
     if asked.preset is not None:
         preset = PRESETS[asked.preset]
         _say("\n".join([preset.source, *(f"- {note}" for note in preset.notes)]))
-    lm = HarnessModel(model, tokenizer, asked.batch_size, model.config.training.seed)
+    dtype = "bfloat16" if config.training.bf16 else "float32"
+    lm = agree(lambda: HarnessModel(source_of(asked.load, asked.flags), asked.batch_size, dtype))
     results = run_tasks(lm, tasks, asked.wanted)
+    if results is None:  # of rank 0 alone
+        return {}
     _say(table_of(results))
     return results_of(results)
 

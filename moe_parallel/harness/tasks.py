@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness: found by name, loaded, and run on a model."""
+"""The tasks of lm-evaluation-harness: found by name, loaded, and run; and those of three papers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,67 @@ import numpy
 from tqdm import tqdm
 
 from moe_parallel.errors import InputError
-from moe_parallel.harness.presets import PRESETS, PresetTask
 from moe_parallel.optional import import_optional
+
+
+@dataclass(frozen=True)
+class PresetTask:
+    """A task of the harness."""
+
+    name: str
+    shots: int | None  # None: as the task says
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The evaluation of a paper."""
+
+    source: str
+    tasks: tuple[PresetTask, ...]
+    #: What differs from the paper, or what it leaves open; one line each.
+    notes: tuple[str, ...] = ()
+
+
+def _with(shots: int | None, *names: str) -> tuple[PresetTask, ...]:
+    return tuple(PresetTask(name, shots) for name in names)
+
+
+PRESETS = {
+    "aoe-paper": Preset(
+        "Lv et al. 2025, Autonomy-of-Experts, section 4.1 and Table 2",
+        (
+            *_with(0, "arc_easy", "piqa", "social_iqa", "winogrande", "hellaswag"),
+            *_with(3, "mnli", "mrpc", "qnli", "qqp", "sst2"),
+        ),
+        ("the average of Table 2 leaves out mrpc and qqp, which the text names",),
+    ),
+    "dynamic-paper": Preset(
+        "Huang et al. 2024, Harder Tasks Need More Experts, Table 1",
+        (
+            *_with(0, "piqa", "hellaswag", "arc_easy", "commonsense_qa"),
+            *_with(None, "bbh"),
+        ),
+        (
+            "the paper evaluates with OpenCompass and gives no number of shots: here none, and for "
+            "bbh the three worked examples of its own prompts",
+        ),
+    ),
+    "lory-paper": Preset(
+        "Zhong et al. 2024, Lory, section 4.1 and Table 1; shots as in Touvron et al. 2023 (LLaMA "
+        "2) and Min et al. 2022",
+        (
+            *_with(0, "piqa", "social_iqa", "boolq", "hellaswag", "winogrande"),
+            *_with(0, "race", "arc_easy", "arc_challenge"),
+            *_with(5, "nq_open", "triviaqa"),
+            *_with(16, "sst2", "mrpc"),
+        ),
+        (
+            "race is the high-school half; the harness lacks the other one, and AGNews, Amazon, "
+            "Yelp and FEVER: give them by --include-path",
+            "Min et al. average over several sets of 16 examples; here there is one set",
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -111,8 +170,8 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     return f"--tasks {name} is unknown: {hint}"
 
 
-def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any]:
-    """The results of the harness. Collective; every rank gets them. Raises InputError."""
+def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any] | None:
+    """The results of the harness, on rank 0. Collective. Raises InputError."""
     from lm_eval.evaluator import evaluate
 
     random.seed(0)  # as the harness' own command does: tasks shuffle with these generators
@@ -123,13 +182,18 @@ def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any]:
             each.set_config(key="num_fewshot", value=0)
         each.set_fewshot_seed(seed=1234)
     with _bars_of_rank_0():
-        found: dict[str, Any] = evaluate(
-            lm=model,
-            task_dict=loaded,
-            limit=wanted.limit,
-            bootstrap_iters=wanted.bootstrap,
-            log_samples=False,
-        )
+        try:
+            found: dict[str, Any] | None = evaluate(
+                lm=model,
+                task_dict=loaded,
+                limit=wanted.limit,
+                bootstrap_iters=wanted.bootstrap,
+                log_samples=False,
+            )
+        except (AssertionError, ValueError) as error:  # of generation_kwargs, for example
+            raise InputError(
+                f"--tasks: the harness refuses a task ({class_and_line(error)}): leave it out"
+            ) from error
     return found
 
 

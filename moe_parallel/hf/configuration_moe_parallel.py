@@ -34,6 +34,9 @@ class MoeParallelConfig(PreTrainedConfig):
         folded: W_g = W_down W_up was multiplied out. False, with a low_rank_size: it was not.
         router_hidden_size: width of a router of two layers. None: one layer.
         prefix_length: merge by the first tokens of the prompt, at most these. None: by all.
+        segment_length: without a cache, merge for each segment of so many tokens by the mean of the
+            segment before it, as in training. None: for the whole text, as with a cache.
+        uniform_first_segment: the first segment takes all experts equally. False: its own mean.
         routing_neurons: of each expert, in addition to the moe_intermediate_size that the choice
             concerns. They compute every token.
         norm_of: what their norm is taken of: `activation`, SiLU(x W_g) * (x W_p); `silu`, SiLU(x
@@ -107,6 +110,8 @@ class MoeParallelConfig(PreTrainedConfig):
     low_rank_size: int | None = None
     folded: bool = False
     prefix_length: int | None = None
+    segment_length: int | None = None
+    uniform_first_segment: bool = False
     routing_neurons: int | None = None
     norm_of: str = "activation"
     gate_routing: bool = False

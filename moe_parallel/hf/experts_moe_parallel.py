@@ -121,7 +121,7 @@ class MoeParallelMergedExperts(nn.Module):
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
         e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.prefix = config.prefix_length
+        self.config = config
         self.router_out = nn.Parameter(torch.empty(e, d))
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * f, d))
         self.down_proj = nn.Parameter(torch.empty(e, d, f))
@@ -133,11 +133,13 @@ class MoeParallelMergedExperts(nn.Module):
         counts_BS = torch.ones_like(prompt[..., 0], dtype=torch.float32)
         if is_token_BS is not None:
             counts_BS = is_token_BS.to(counts_BS)
-        if self.prefix is not None:
-            counts_BS = counts_BS * (counts_BS.cumsum(dim=1) <= self.prefix)
+        if self.config.prefix_length is not None:
+            counts_BS = counts_BS * (counts_BS.cumsum(dim=1) <= self.config.prefix_length)
         mean_BD = (prompt.float() * counts_BS[..., None]).sum(dim=1)
         mean_BD = mean_BD / counts_BS.sum(dim=1, keepdim=True)
-        e_BE = F.linear(mean_BD, self.router_out.float()).softmax(dim=-1)
+        return self._merged(F.linear(mean_BD, self.router_out.float()).softmax(dim=-1))
+
+    def _merged(self, e_BE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, down = (
             torch.einsum("be,eij->bij", e_BE, matrix.float()).to(matrix.dtype)
             for matrix in (self.gate_up_proj, self.down_proj)
@@ -150,3 +152,22 @@ class MoeParallelMergedExperts(nn.Module):
         """[B, S, D] through the merged expert of each sequence."""
         gate, up = (hidden_states @ merged[0].transpose(1, 2)).chunk(2, dim=-1)
         return (F.silu(gate) * up) @ merged[1].transpose(1, 2)
+
+    def by_segments(self, x_BSD: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
+        """[B, S, D], each segment through the merge of the one before it."""
+        assert self.config.segment_length is not None
+        y_BSD = torch.zeros_like(x_BSD)
+        for row, x_SD in enumerate(x_BSD):
+            places = torch.arange(len(x_SD), device=x_SD.device)
+            if is_token_BS is not None:
+                places = places[is_token_BS[row].bool()]
+            before = None
+            for segment in places.split(self.config.segment_length):
+                if before is None and self.config.uniform_first_segment:
+                    e_BE = self.router_out.new_full((1, len(self.router_out)), 1.0).float()
+                    merged = self._merged(e_BE / e_BE.sum())
+                else:
+                    merged = self.merge(x_SD[None, segment if before is None else before], None)
+                y_BSD[row, segment] = self(x_SD[None, segment], merged)[0]
+                before = segment
+        return y_BSD

@@ -147,6 +147,8 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
             return hidden_states + self.mlp(x, token_ids)
         if not isinstance(self.mlp, MoeParallelMergedExperts):
             return hidden_states + self.mlp(x)
+        if merged is None and self.mlp.config.segment_length is not None:
+            return hidden_states + self.mlp.by_segments(x, is_token)
         of_prompt = None if merged is None else merged.get(self.layer_idx)
         if of_prompt is None:
             of_prompt = self.mlp.merge(x, is_token)
@@ -390,7 +392,8 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
         if "cache" in inputs:  # the name that transformers 5.24 and later give it
             inputs["past_key_values"] = inputs.pop("cache")
         if self.config.rule == "merge":
-            if inputs.get("past_key_values") is None:
+            lengths = self.config.prefix_length, self.config.segment_length
+            if inputs.get("past_key_values") is None and lengths == (None, None):
                 raise ValueError(
                     "without a cache every new token would change the merge that Lory makes for "
                     "the prompt: leave out use_cache=False"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,20 @@ from moe_parallel.huggingface.own_model import ARCHITECTURE, CODE, own_config_js
 from moe_parallel.huggingface.own_steps import low_rank_size
 from moe_parallel.huggingface.steps import Step, plain_steps
 from moe_parallel.huggingface.tokenizer import write_tokenizer
-from moe_parallel.huggingface.weights import Written, checked_entries, write_safetensors
+from moe_parallel.huggingface.weights import (
+    Written,
+    checked_entries,
+    tensors_of,
+    write_safetensors,
+)
+from moe_parallel.optional import import_optional
+from moe_parallel.platform.device import device
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.index import Entries
 from moe_parallel.training.checkpoint.record import check_content, read_record
+from moe_parallel.training.standalone import standalone_config, vocab_size_of
+from moe_parallel.training.text import open_tokenizer
 
 AUTO, OWN = "auto", "own"
 DTYPES: dict[str, torch.dtype | None] = {
@@ -55,6 +66,16 @@ class ExportSource:
     tokenizer: Tokenizer
 
 
+def source_of(load: str, flags: Sequence[str] = ()) -> ExportSource:
+    """The checkpoint of --load, with its configuration as `flags` of training change it.
+
+    Raises InputError.
+    """
+    checkpoint = find_checkpoint(Path(load))
+    config = standalone_config(flags, load=str(checkpoint))
+    return ExportSource(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was written, and what the user should know of it."""
@@ -80,10 +101,8 @@ def export(
     family = _family(source.config, options)
     architecture = ARCHITECTURE if family is None else family.architecture
     steps = _steps(source, options, family)
-    try:
-        record = read_record(source.checkpoint)
-        check_content(source.checkpoint, record["files"], slice(None))
-        entries = checked_entries(steps, source.checkpoint)
+    with _readable(source.checkpoint):
+        record, entries = _checked(source.checkpoint, steps)
         with _new_folder(output) as folder:
             tokenizer = write_tokenizer(source.tokenizer, source.config.positions, folder)
             written = write_safetensors(
@@ -112,9 +131,51 @@ def export(
                 left_out=tokenizer.left_out,
             )
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
-    except StorageError as error:
-        raise InputError(f"--load {source.checkpoint}: {error}") from error
     return Exported(architecture, written, export_notes(source.config))
+
+
+def model_in_memory(source: ExportSource, dtype: str = "float32") -> Any:
+    """The model of an export, a MoeParallelForCausalLM in evaluation mode, on this process' device.
+
+    `dtype`: of the weights, one of DTYPES. Raises InputError as `export` does, and if transformers
+    is missing.
+    """
+    transformers = import_optional("transformers", f"--load {source.checkpoint}")
+    from moe_parallel import hf
+
+    transformers.logging.disable_progress_bar()  # of reading weights, which are in memory
+    transformers.logging.set_verbosity_error()
+
+    config, size = source.config, source.vocab_size
+    fields = own_config_json(config, size, fold=False) | {"pad_token_id": source.tokenizer.eod}
+    steps = own_steps(config, size, fold=False)
+    with _readable(source.checkpoint):
+        _, entries = _checked(source.checkpoint, steps)
+        weights = dict(tensors_of(steps, source.checkpoint, entries, DTYPES[dtype]))
+    model, found = hf.MoeParallelForCausalLM.from_pretrained(
+        None,
+        config=hf.MoeParallelConfig(**fields),
+        state_dict=weights,
+        dtype=DTYPES[dtype] or "auto",
+        output_loading_info=True,
+    )
+    assert not any(found.values()), found
+    return model.to(device())
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        raise InputError(f"--load {checkpoint}: {error}") from error
+
+
+def _checked(checkpoint: Path, steps: Sequence[Step]) -> tuple[dict[str, Any], Entries]:
+    """The checkpoint's record, and the entries of its tensors, whose files are not damaged."""
+    record = read_record(checkpoint)
+    check_content(checkpoint, record["files"], slice(None))
+    return record, checked_entries(steps, checkpoint)
 
 
 def _family(config: Config, options: ExportOptions) -> Family | None:

@@ -14,6 +14,7 @@ from typing import Any
 from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface import own_steps
+from moe_parallel.huggingface.own_rules import without_form
 from moe_parallel.huggingface.own_steps import LayerSource, routing_neurons
 from moe_parallel.huggingface.steps import Step
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
@@ -56,10 +57,8 @@ def exported_layer(config: Config) -> ExportedLayer:
     layer = system_of(config.selection).layer
     found = _LAYERS.get(layer)
     if found is None:
-        raise InputError(
-            f"--load: --expert-selection {config.selection.system} is not exported: its layer, "
-            f"{layer.__name__}, has no exported form"
-        )
+        reason = f"its layer, {layer.__name__}, has no exported form"
+        raise InputError(without_form(config.selection, reason))
     return found
 
 
@@ -124,7 +123,12 @@ def _merged(config: Config) -> dict[str, Any]:
     selection: Any = config.selection
     prefix = selection.merging_prefix
     if prefix is None:
-        return {}
+        if selection.lory_inference == "prompt":
+            return {}
+        return {
+            "segment_length": selection.lory_segment_length,
+            "uniform_first_segment": selection.lory_first_segment == "uniform",
+        }
     if selection.lory_first_segment == "uniform":
         raise InputError(
             "--lory-first-segment is uniform, which an export of lory_prefix lacks: one mean "
@@ -150,15 +154,15 @@ def _merged_once(config: Config) -> list[str]:
     prefix = selection.merging_prefix
     if prefix is not None:
         return [
-            f"If a prompt has fewer than {prefix} tokens, the run's generation merges the experts "
-            f"anew for each token until the text has {prefix}. Here the mean of the prompt stays, "
-            "so such a text may differ from the run's."
+            f"If a prompt has fewer than {prefix} tokens, tools/generate.py merges anew for each "
+            "token, as this model does without a cache (use_cache=False). With one the mean of the "
+            "prompt stays, so such a text may differ."
         ]
-    if selection.by_prompt:
+    if selection.lory_inference == "prompt":
         return []
     return [
-        "The run's evaluations merge the experts anew for each segment. Here they are merged once, "
-        "as in the run's generation, so losses differ from the run's."
+        "The run's evaluations merge the experts anew for each segment, as this model does without "
+        "a cache (use_cache=False). With one they are merged once, as in the run's generation."
     ]
 
 

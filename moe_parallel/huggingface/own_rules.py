@@ -61,17 +61,23 @@ def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
     fields_of = _RULES.get(kind)
     if fields_of is None:
         reason = _WHY_NOT.get(kind, f"its rule, {kind.__name__}, has no exported form")
-        raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
+        raise InputError(without_form(selection, reason))
     try:
         fields = fields_of(rule, num_scores)
     except KeyError as unknown:
-        raise InputError(
-            f"--load: --expert-selection {selection.system} is not exported: its rule weights "
-            f"experts by {unknown.args[0]!r}, which has no exported form"
-        ) from None
+        reason = f"its rule weights experts by {unknown.args[0]!r}, which has no exported form"
+        raise InputError(without_form(selection, reason)) from None
     if selection.reads_token_ids:
         fields["rule"] = "hash"  # a table chooses, and the rule weights
     return fields
+
+
+def without_form(selection: Selection, reason: str) -> str:
+    """The message of an error for a system without an exported form."""
+    return (
+        f"--load: --expert-selection {selection.system} has no form in transformers, which export, "
+        f"texts and tasks need: {reason}"
+    )
 
 
 def loss_fields(config: Config) -> dict[str, Any]:

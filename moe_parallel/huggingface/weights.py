@@ -16,7 +16,7 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.folder import ONE_FILE, WEIGHT_INDEX
-from moe_parallel.huggingface.steps import Step
+from moe_parallel.huggingface.steps import Step, Tensors
 from moe_parallel.optional import import_optional
 from moe_parallel.training.checkpoint.index import Entries, read_index, tensor_entries
 from moe_parallel.training.checkpoint.optimizer import MASTER
@@ -89,19 +89,16 @@ def write_safetensors(
     Raises InputError if the folder cannot be written, and StorageError if the checkpoint cannot
     be read.
     """
-    dtypes = {name: _dtype_of(step, entries, dtype) for step in steps for name, _ in step.results}
+    dtypes = _dtypes(steps, entries, dtype)
     shapes = {name: shape for step in steps for name, shape in step.results}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     files = _divided(sizes, file_bytes)
     names = [ONE_FILE]
     if len(files) > 1:
         names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    results = _results(steps, checkpoint, entries)
+    results = tensors_of(steps, checkpoint, entries, dtype)
     for file, of_file in zip(names, files, strict=True):
-        tensors = {}
-        for expected in of_file:
-            tensors[expected] = _next(results, expected, shapes[expected], dtypes[expected])
-        _save(tensors, folder / file)
+        _save(dict(next(results) for _ in of_file), folder / file)
         advance(sum(sizes[name] for name in of_file))
     weights = (shape for name, shape in shapes.items() if dtypes[name].is_floating_point)
     parameters, size = sum(map(math.prod, weights)), sum(sizes.values())
@@ -116,15 +113,22 @@ def write_safetensors(
     return Written(parameters, size, first, names)
 
 
-def _next(
-    results: Iterator[tuple[str, torch.Tensor]],
-    expected: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    name, tensor = next(results)
-    assert name == expected and tensor.shape == shape, (name, expected, tensor.shape)
-    return tensor.to(dtype).contiguous()
+def tensors_of(
+    steps: Sequence[Step], checkpoint: Path, entries: Entries, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All results of the steps, in order, with their names. As in `write_safetensors`."""
+    dtypes = _dtypes(steps, entries, dtype)
+    for step in steps:
+        made = _made(step, checkpoint, entries)
+        for (name, shape), tensor in zip(step.results, made, strict=True):
+            assert tensor.shape == shape, (name, tensor.shape)
+            yield name, tensor.to(dtypes[name]).contiguous()
+
+
+def _dtypes(
+    steps: Sequence[Step], entries: Entries, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    return {name: _dtype_of(step, entries, dtype) for step in steps for name, _ in step.results}
 
 
 def _dtype_of(step: Step, entries: Entries, dtype: torch.dtype | None) -> torch.dtype:
@@ -147,22 +151,12 @@ def _divided(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def _results(
-    steps: Sequence[Step], checkpoint: Path, entries: Entries
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for step in steps:
-        yield from _of_step(step, checkpoint, entries)  # which keeps nothing for the next step
-
-
-def _of_step(step: Step, checkpoint: Path, entries: Entries) -> Iterator[tuple[str, torch.Tensor]]:
+def _made(step: Step, checkpoint: Path, entries: Entries) -> Tensors:
     keys = [MASTER + key if MASTER + key in entries else key for key in step.keys]
     read = {key: torch.empty(shape, dtype=entries[key].properties.dtype)
             for key, shape in zip(keys, step.shapes, strict=True)}  # fmt: skip
     read_whole(read, checkpoint)
-    made = iter(step.make(*read.values()))
-    read.clear()
-    for name, _ in step.results:
-        yield name, next(made)
+    return step.make(*read.values())
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

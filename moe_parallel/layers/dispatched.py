@@ -29,12 +29,10 @@ from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
-from moe_parallel.layers.past import RememberedSegments
 from moe_parallel.layers.system import Rules, System
 from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
-from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.tokens import Share, Tokens, in_order, part_of, take, zigzag
 from moe_parallel.telemetry.statistics import RoutingTotals
 
@@ -132,7 +130,7 @@ class DispatchedLayer(ExpertLayer):
         """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
         groups, tp = self.context.groups, self.context.groups.tp
         split_here = tp.size() > 1 and not self.config.sequence_parallel
-        if split_here and (self.past is not None or len(hidden_SBD) % tp.size()):
+        if split_here and len(hidden_SBD) % tp.size():
             tokens = self._tokens(hidden_SBD, groups.cp)
             return self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
@@ -250,8 +248,6 @@ class DispatchedLayer(ExpertLayer):
     def current_rule(self) -> Rule:
         """The rule of this forward pass; evaluation may use a different rule."""
         rule = self.rule if self.training else self.evaluation_rule
-        if self.past is not None and isinstance(rule, BySegment):
-            return RememberedSegments(rule, self.past, self.layer_number)
         if self.bias is None:
             return rule
         # Read on each call, because moving the module to a GPU replaces the tensor.

@@ -19,7 +19,6 @@ from torch import nn
 from moe_parallel.experts.experts import ExpertParameters, ShardedModule
 from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.layers.given_choices import Forcing, RouterTrace
-from moe_parallel.layers.past import Past
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
@@ -93,7 +92,6 @@ class ExpertLayer(ShardedModule, ABC):
     """A feed-forward layer of experts. A subclass defines how the experts compute the tokens."""
 
     experts: ExpertParameters  # set by the subclass
-    past: Past | None = None  # the tokens that this forward pass continues, in generation
     #: The ids of the tokens of this forward pass, int64 [B, S], if the system reads them. With
     #: context parallelism, those of this rank's share of every sequence.
     token_ids_BS: torch.Tensor | None = None

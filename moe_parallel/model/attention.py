@@ -24,7 +24,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.copies import copied_to
-from moe_parallel.layers.past import Past
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
 from moe_parallel.selection.tokens import Share, in_order, zigzag
@@ -78,7 +77,7 @@ class TorchAttention(MegatronModule):
         q_SBHC: torch.Tensor,
         k_SBGC: torch.Tensor,
         v_SBGC: torch.Tensor,
-        attends_to: torch.Tensor | Past | None,
+        attends_to: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
         """[S, B, H, C], twice [S, B, G, C] -> [S, B, H * C], in the dtype of q.
@@ -93,8 +92,6 @@ class TorchAttention(MegatronModule):
 
         Raises RuntimeError if none of the kernels serves the device, the dtype and the shapes.
         """
-        if isinstance(attends_to, Past):
-            return self._continue(q_SBHC, k_SBGC, v_SBGC, attends_to)
         # Without instructions for bf16, torch's flash kernel takes six times as long in it.
         share = [range(len(q_SBHC))]
         if self.cp is not None and self.cp.size() > 1:
@@ -107,27 +104,6 @@ class TorchAttention(MegatronModule):
             else:
                 y_SBD = self._attend_to_own(q, k, v, share, attends_to.tolist())
         return y_SBD.to(q_SBHC.dtype)
-
-    def _continue(
-        self, q_SBHC: torch.Tensor, k_SBGC: torch.Tensor, v_SBGC: torch.Tensor, past: Past
-    ) -> torch.Tensor:
-        """Attention to the tokens before these and to these: [S, B, H * C]."""
-        kept = past.extend(self.layer_number, k_SBGC, v_SBGC)
-        if past.length_B is None:
-            return TorchAttention.forward(self, q_SBHC, k_SBGC, v_SBGC, None)
-        q_BSHC, k_BPGC, v_BPGC = fast_factors(q_SBHC.transpose(0, 1), *kept)
-        places_P = torch.arange(k_BPGC.shape[1], device=q_BSHC.device)
-        sees_B11P = (places_P <= past.length_B[:, None])[:, None, None]
-        # Without the kernels of `kernels`, because some take no mask.
-        y_BHSC = F.scaled_dot_product_attention(
-            q_BSHC.transpose(1, 2),
-            k_BPGC.transpose(1, 2),
-            v_BPGC.transpose(1, 2),
-            attn_mask=sees_B11P,
-            scale=self.scale,
-            enable_gqa=q_BSHC.shape[2] != k_BPGC.shape[2],
-        )
-        return y_BHSC.permute(2, 0, 1, 3).flatten(2).to(q_SBHC.dtype)
 
     def _of_whole_sequences(
         self, k_SBGC: torch.Tensor, v_SBGC: torch.Tensor

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend
 
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
-from moe_parallel.layers.past import Past
 from moe_parallel.model.attention import TorchAttention, positions_first, sequences_first
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
@@ -37,7 +36,7 @@ class AutoAttention(TorchAttention):
         q_SBHC: torch.Tensor,
         k_SBGC: torch.Tensor,
         v_SBGC: torch.Tensor,
-        attends_to: torch.Tensor | Past | None,
+        attends_to: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
         # Whole sequences need neither the views that documents do nor bf16 as fp32.

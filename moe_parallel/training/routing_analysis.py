@@ -113,7 +113,7 @@ def analyze(
     """
     tokenizer, vocab_size, texts = _texts(config, options)
     in_fp32 = replace(on_ranks, training=replace(on_ranks.training, bf16=False))
-    with open_model(in_fp32, tokenizer) as model, _disk_of(folder), ExitStack() as stack:
+    with open_model(in_fp32) as model, _disk_of(folder), ExitStack() as stack:
         numbers = exchange([layer.layer_number for layer in expert_layers(model.chunk)])
         totals = AnalysisTotals(
             sorted(set(chain.from_iterable(numbers))),

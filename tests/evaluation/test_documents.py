@@ -16,7 +16,7 @@ from moe_parallel.evaluation.documents import (
 from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
-from tests.generation.small_models import VOCABULARY, small_model
+from tests.evaluation.reading import VOCABULARY, small_model
 
 
 def test_windows_by_hand() -> None:

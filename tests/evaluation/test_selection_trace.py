@@ -5,8 +5,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from moe_parallel.evaluation.model import ReadingModel
 from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
-from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
@@ -54,7 +54,7 @@ def _traced(name):
     outputs = _outputs(model)
     rules = [layer.evaluation_rule for layer in layers]
 
-    whole = GenerationModel(model, groups, VOCABULARY, config, VOCABULARY)
+    whole = ReadingModel(model, groups, config, VOCABULARY)
     numbered = ((SEQUENCES * number, batch) for number, batch in enumerate(_batches()))
     found = list(selections_of(whole, numbered, "a text"))
 

@@ -182,6 +182,47 @@ def test_a_merge_of_the_first_tokens_of_the_prompt():
     assert torch.equal(ours[:7], theirs[:7]) and not torch.equal(ours[7:], theirs[7:])
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+@torch.no_grad()
+def test_a_merge_of_each_segment(uniform):
+    """The segment before it merges, for padded rows too; the first one by itself or equally."""
+    sizes = {"segment_length": 2, "uniform_first_segment": uniform}
+    experts = MoeParallelMergedExperts(hf.MoeParallelConfig(**SHAPE, rule="merge", **sizes))
+    torch.manual_seed(0)
+    for parameter in experts.double().parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 16).double()
+    is_token = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    y = experts.by_segments(x, is_token)
+    for row, begin in ((0, 0), (1, 2)):
+        for first in range(begin, 5, 2):
+            before = slice(first - 2, first) if first > begin else slice(first, first + 2)
+            e = torch.softmax(experts.router_out @ x[row, before].mean(0), dim=0)
+            if uniform and first == begin:
+                e = torch.full_like(e, 1 / 4)
+            gate_up = sum(e[i] * experts.gate_up_proj[i] for i in range(4))
+            down = sum(e[i] * experts.down_proj[i] for i in range(4))
+            segment = x[row, first : first + 2]
+            gate, up = segment @ gate_up[:16].T, segment @ gate_up[16:].T
+            expected = (F.silu(gate) * up) @ down.T
+            torch.testing.assert_close(y[row, first : first + 2], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_a_cache_segments_merge_and_no_later_one_counts():
+    model = build("merge", segment_length=4)
+    other = TOKENS.clone()
+    other[0, 5] = 1
+    ours, theirs = (model(tokens, use_cache=False).logits[0] for tokens in (TOKENS, other))
+    assert torch.equal(ours[:5], theirs[:5]) and not torch.equal(ours[6], theirs[6])
+    by_prompt = model(TOKENS, use_cache=True).logits[0]
+    assert not torch.allclose(ours, by_prompt)
+    text = model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, use_cache=False)
+    for place in range(TOKENS.shape[1], text.shape[1]):
+        logits = model(text[:, :place], use_cache=False).logits[0, -1]
+        assert text[0, place] == logits.argmax()
+
+
 @torch.no_grad()
 def test_the_kernels_of_transformers_compute_the_same():
     for variant in ("norms, folded", "top-p", "neurons", "free"):

@@ -22,7 +22,7 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
         (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
         (
             options("lory"),
-            [PROMPT, "The run's evaluations merge the experts anew for each segment."],
+            [PROMPT, "The run's evaluations merge the experts anew for each segment, as"],
         ),
         (options("lory") | {"lory_inference": "prompt"}, [PROMPT]),
         (options("lory, uniform first segment") | {"lory_inference": "prompt"}, [PROMPT]),
@@ -30,7 +30,7 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
             options("lory_prefix"),
             [
                 "The mean of the first 3 tokens of the prompt merges the",
-                "If a prompt has fewer than 3 tokens, the run's generation merges the experts anew",
+                "If a prompt has fewer than 3 tokens, tools/generate.py merges anew for each",
             ],
         ),
     ],

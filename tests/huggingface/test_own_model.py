@@ -88,13 +88,10 @@ def test_the_rule_of_evaluations(of_run, expected):
 @pytest.mark.parametrize(
     ("of_run", "message"),
     [
-        (options("smear"), "smear is not exported: each token needs the mean of its whole seq"),
-        (options("top_p, a moving p"), "top_p is not exported: its p is that of the latest step"),
-        (
-            options("corm"),
-            "corm is not exported: its layer, ContrastiveLayer, has no",
-        ),
-        (options("segment_expert_choice"), "segment_expert_choice is not exported: experts are"),
+        (options("smear"), "need: each token needs the mean of its whole seq"),
+        (options("top_p, a moving p"), "need: its p is that of the latest step"),
+        (options("corm"), "its layer, ContrastiveLayer, has no"),
+        (options("segment_expert_choice"), "need: experts are chosen for whole"),
         (
             options("aoe") | {"moe_router_force_routing": "hot:0.5"},
             r"its experts are forced \(hot:0.5\), so it is a benchmark and not a model to export",

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-PAST, HUGGINGFACE = "moe_parallel/layers/past.py", "moe_parallel/huggingface"
+HUGGINGFACE = "moe_parallel/huggingface"
 
 FAULTS_OF_MODELS = [
     Fault(
@@ -26,48 +26,42 @@ FAULTS_OF_MODELS = [
         "return weight, weight.main_grad",
         ("tests/model/test_same_run.py",),
     ),
-    # Generation with kept keys and values.
+    # Generation, and likelihoods for the harness.
     Fault(
-        "the first rows of the cache stay when a text is complete",
-        PAST,
-        "each.k_BPGC[index], each.v_BPGC[index]",
-        "each.k_BPGC[: len(rows)], each.v_BPGC[: len(rows)]",
-        ("tests/generation/test_decode.py",),
-    ),
-    Fault(
-        "a generated token is rotated by the place before its own",
-        "moe_parallel/generation/language_model.py",
-        "angles_P11C[length_B]",
-        "angles_P11C[length_B - 1]",
-        ("tests/generation/test_decode.py",),
-    ),
-    Fault(
-        "a short text attends to places that hold no token yet",
-        "moe_parallel/model/attention.py",
-        "(places_P <= past.length_B[:, None])",
-        "(places_P <= past.length_B.max().expand(len(past.length_B), 1))",
-        ("tests/generation/test_decode.py", "tests/model/test_attention.py"),
-    ),
-    Fault(
-        "the sum of a segment goes on in the next one as a text is generated",
-        "moe_parallel/selection/segments.py",
-        "        self.sum_BX = self.sum_BX.masked_fill(ends_B[:, None], 0)\n",
-        "",
-        ("tests/selection/test_segments.py", "tests/generation/test_decode.py"),
-    ),
-    Fault(
-        "each answer of a chat is drawn like the one before",
-        "moe_parallel/generation/continuation.py",
-        "        self._given += len(prompts)\n",
-        "",
-        ("tests/generation/test_continuation.py", "tests/generation/test_sampling.py"),
+        "a prompt that is padded in its batch attends to the padding",
+        "moe_parallel/generation.py",
+        "torch.arange(ends.length)[None] >= torch.tensor(padding)[:, None]",
+        "torch.arange(ends.length)[None] >= 0 * torch.tensor(padding)[:, None]",
+        ("tests/test_generation.py",),
     ),
     Fault(
         "a text is longer than the sequences of the model",
-        "moe_parallel/generation/continuation.py",
-        "self.seq_length - len(prompts[i])",
-        "self.seq_length",
-        ("tests/generation/test_continuation.py", "tests/tools/test_generate.py"),
+        "moe_parallel/generation.py",
+        "min(tokens, writer.seq_length - len(prompt))",
+        "tokens",
+        ("tests/test_generation.py",),
+    ),
+    Fault(
+        "each answer of a chat is drawn like the one before",
+        "moe_parallel/generation.py",
+        "        from transformers import GenerationConfig, StoppingCriteriaList\n",
+        "        from transformers import GenerationConfig, StoppingCriteriaList\n"
+        "        torch.manual_seed(0)\n",
+        ("tests/test_generation.py",),
+    ),
+    Fault(
+        "the padding of a batch counts in the mean of Lory's first segment",
+        "moe_parallel/harness/model.py",
+        "alone = config.settled_after != 0",
+        "alone = config.settled_after is None",
+        ("tests/harness/test_model.py",),
+    ),
+    Fault(
+        "a segment is merged by its own mean, which later tokens are part of",
+        "moe_parallel/hf/experts_moe_parallel.py",
+        "                before = segment\n",
+        "",
+        ("tests/hf/test_modeling_moe_parallel.py", "tests/harness/test_model.py"),
     ),
     # Import from and export to transformers.
     Fault(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from moe_parallel.data.tokenizer import train_byte_bpe
-from moe_parallel.errors import InputError
 from tests import systems
 from tests.data.small_text import write_texts
 from tests.distributed import run_distributed
@@ -77,42 +76,18 @@ def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
     assert f"{bits:.4f} ± {found['documents']['texts']['bits_per_byte_margin']:.4f}" in line
 
 
-def _by_name(load: Path) -> tuple[dict[str, float], str]:
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    import moe_parallel.harness.model  # noqa: F401  registers the model
-
-    results = simple_evaluate(
-        model="moe_parallel",
-        model_args=f"load={load}",
-        tasks=["count_choice"],
-        batch_size=4,
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(FOLDER), include_defaults=False),
-    )
-    with pytest.raises(InputError) as raised:
-        simple_evaluate(model="moe_parallel", model_args={}, tasks=["count_choice"])
-    return results["results"]["count_choice"], str(raised.value)
-
-
 @pytest.mark.full
-def test_the_model_has_a_name_in_the_harness(counting: Path) -> None:
-    ((result, message),) = run_distributed(1, _by_name, counting)
-    assert result["acc,none"] == 1
-    assert message == "model_args have no load: name a run, or one of its checkpoints"
-
-
-@pytest.mark.full
-def test_two_ranks_print_once(counting: Path, tmp_path: Path) -> None:
-    line = ["--load", counting, "--documents", "--tasks", "count_answer", "--include-path", FOLDER]
+def test_two_ranks_share_the_work_and_print_once(counting: Path, tmp_path: Path) -> None:
+    line = ["--load", counting, "--documents", "--tasks", *TASKS, "--include-path", FOLDER]
     line = [str(word) for word in line]
-    script = ROOT / "tools/evaluate.py"
-    divided = [*line, "--expert-model-parallel-size", "2"]
-    with Program(tmp_path, 2, divided, script=script) as program:
+    with Program(tmp_path, 2, line, script=ROOT / "tools/evaluate.py") as program:
         assert program.finish() == 0, program.output
     alone = run_forked(*line)
     assert program.output == alone.stdout
+    line = ["--load", str(counting), "--documents", "--expert-model-parallel-size", "2"]
+    with Program(tmp_path, 2, line, script=ROOT / "tools/evaluate.py") as program:
+        assert program.finish() == 0, program.output
+    assert program.output in alone.stdout
 
 
 @pytest.mark.full
@@ -126,6 +101,9 @@ def test_results_that_cannot_be_written_are_one_line(counting: Path, tmp_path: P
 
 @pytest.mark.full
 def test_bad_input_that_a_rank_finds(counting: Path) -> None:
+    line = ["--load", counting, "--tasks", "count_text", "--include-path", FOLDER]
+    done = run_forked(*line, "--limit", 1, "--tensor-model-parallel-size", 1)
+    assert done.returncode == 0, done.stderr
     done = run_forked("--load", counting, "--documents", "--stride", 33)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
@@ -212,25 +190,24 @@ def test_generated_answers_that_are_known(copying: Path, tmp_path: Path) -> None
     assert results["copy"]["exact_match,strip"] >= 0.8
 
 
-def _answers(model: str, options: dict[str, Any], tasks: list[str], folder: Path) -> list[Any]:
+def _answers(options: dict[str, Any], tasks: list[str], folder: Path) -> list[Any]:
     """What a model of the harness answers, in order; numbers, truth values and texts."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    import moe_parallel.harness.model
-
+    model: Any = "hf"
     if "modules" in options:  # the export's own code is run, which transformers copies there
         from transformers import dynamic_module_utils
 
         dynamic_module_utils.HF_MODULES_CACHE = str(options.pop("modules"))
-    else:
-        import moe_parallel.hf  # noqa: F401  registers the installed code
+    elif "load" in options:
+        from moe_parallel.harness.model import harness_model
 
+        model = harness_model(options.pop("load"), (), 4)
     results = simple_evaluate(
         model=model,
         model_args=options,
         tasks=tasks,
-        num_fewshot=2 if "copy" in tasks else None,
         batch_size=4,
         bootstrap_iters=0,
         log_samples=True,
@@ -242,32 +219,21 @@ def _answers(model: str, options: dict[str, Any], tasks: list[str], folder: Path
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "tasks", "folder", "architecture", "trust"),
-    [
-        ("counting", TASKS, FOLDER, "MixtralForCausalLM", False),
-        ("counting", ["copy", "word_sums"], ROOT / "examples/tasks", "own", False),
-        ("counting_aoe", TASKS, FOLDER, "own", True),
-    ],
+    ("name", "architecture"), [("counting", "MixtralForCausalLM"), ("counting_aoe", "own")]
 )
-def test_the_harness_own_model_gives_the_same_answers(
-    name: str,
-    tasks: list[str],
-    folder: Path,
-    architecture: str,
-    trust: bool,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+def test_an_export_gives_the_same_answers(
+    name: str, architecture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """With the padded vocabulary of the run, which an export does not have."""
     run, export = request.getfixturevalue(name), tmp_path / "exported"
     line = ["--load", run, "--output", export, "--architecture", architecture]
     assert run_tool_forked("export_hf.py", *line).returncode == 0
-    (ours,) = run_distributed(1, _answers, "moe_parallel", {"load": str(run)}, tasks, folder)
+    (ours,) = run_distributed(1, _answers, {"load": str(run)}, TASKS, FOLDER)
     options: dict[str, Any] = {"pretrained": str(export), "device": "cpu"}
-    if trust:
+    if architecture == "own":
         options |= {"trust_remote_code": True, "modules": tmp_path / "modules"}
-    (theirs,) = run_distributed(1, _answers, "hf", options, tasks, folder)
-    assert list(tmp_path.glob("modules/**/modeling_moe_parallel.py")) or not trust
+    (theirs,) = run_distributed(1, _answers, options, TASKS, FOLDER)
+    assert list(tmp_path.glob("modules/**/modeling_moe_parallel.py")) or architecture != "own"
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(other, tuple):  # ln p, whether greedy

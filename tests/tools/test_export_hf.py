@@ -140,7 +140,7 @@ def test_a_plain_architecture_and_what_is_said(
             ["--output", "OUT", "--fold", "--architecture", "MixtralForCausalLM"],
             "--fold is for own alone",
         ),
-        ("smear", ["--output", "OUT"], "--expert-selection smear is not exported: each token"),
+        ("smear", ["--output", "OUT"], "--expert-selection smear has no form in transformers"),
         ("uniform", ["--output", "OUT"], "--lory-first-segment is uniform, which an export of"),
         ("forced", ["--output", "OUT"], "its experts are forced (in turn), so it is a benchmark"),
         ("aoe", ["--output", "/sys/out"], "--output /sys/out cannot be written ("),

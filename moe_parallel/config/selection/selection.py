@@ -244,19 +244,10 @@ class Selection(Section):
     def settled_after(self) -> int | None:
         """The number of tokens after which no later token changes an output, in evaluation.
 
-        Generation then keeps the outputs of the tokens so far. With 0, a token's output depends on
-        no later token. None: every token changes the outputs of all.
+        With 0, a token's output depends on no later token. None: every token changes the outputs of
+        all.
         """
         return 0
-
-    @property
-    def by_prompt(self) -> bool:
-        """Whether evaluation merges the experts once, by the prompt of a text that is continued."""
-        return False
-
-    def routed_by_prompt(self) -> Selection:
-        """The same options, with `by_prompt` if the system has it."""
-        return self
 
     @property
     def depends_on_init_std(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
@@ -49,13 +49,6 @@ class LorySelection(SegmentMergedSelection, system="lory"):
         "the first segment (prompt)",
         choices=("segment", "prompt"),
     )
-
-    @property
-    def by_prompt(self) -> bool:
-        return self.lory_inference == "prompt"
-
-    def routed_by_prompt(self) -> LorySelection:
-        return replace(self, lory_inference="prompt")
 
 
 @dataclass(frozen=True)
