@@ -26,6 +26,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bad[20]["lm_loss"] = None
     for record in bad:
         record["layers"][2]["tokens_per_expert"][5] = 0
+        for layer in record["layers"]:
+            layer["drawn_loss"] = 0.5  # of a system that the page does not know
     starts = [{"time": "t", "command": f"python x.py --save {HOSTILE}", "versions": {"torch": "9"}}]
     sources = [
         run_folder(folder / "topk", synthetic_run(60, 3, norms=False), {"lr": 1e-3}),
@@ -77,6 +79,9 @@ def test_the_parts_of_the_page(shown: Browser) -> None:
     ]  # fmt: skip
     links = "[...document.querySelectorAll('nav a')].map(link => document.querySelector(link.hash))"
     assert shown.value(f"{links}.every(Boolean)")
+    charts = shown.value("[...document.querySelectorAll('#curves h3')].map(e => e.textContent)")
+    assert charts[:3] == ["Training loss", "Held-out loss: code", "Held-out loss: prose"]
+    assert "drawn loss" in charts
     about = shown.value("document.querySelector('#warnings').innerText")
     # No run has the loads of an evaluation.
     assert "Looked at: losses, gradient norms, ranks, and the load of each expert" in about

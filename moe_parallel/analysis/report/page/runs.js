@@ -191,11 +191,17 @@ function runSeries(runs, name) {
   }));
 }
 
+/** The titles of known auxiliary losses; another loss is called by its name. */
+const LOSSES = {
+  load_balancing_loss: "Load balancing loss", importance_loss: "Importance loss", z_loss: "Router z-loss", entropy_loss: "Entropy loss",
+  erc_loss: "Coupling loss (ERC)", l1_loss: "L1 loss", routing_free_loss: "Loss of Routing-Free MoE",
+};
+
 /** [curve, title, about, format, options] of the charts that all runs share. */
 function chartsOf(runs) {
   const three = (value) => fixed(value, 3);
-  const domains = (stem) => [...new Set(runs.flatMap((run) => Object.keys(run.curves)))]
-    .filter((name) => name.startsWith(`${stem}/`)).map((name) => [name, name.slice(stem.length + 1)]);
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  const domains = (stem) => names.filter((name) => name.startsWith(`${stem}/`)).map((name) => [name, name.slice(stem.length + 1)]);
   const ceilings = () => {
     const counts = [...new Set(visible(runs).map((run) => run.facts.experts).filter(Boolean))];
     return counts.length > 3 ? [] : counts.map((count) => ({ y: Math.log(count), text: `ln ${count}` }));
@@ -218,14 +224,9 @@ function chartsOf(runs) {
     ["experts_per_token", "Experts per token", "mean over layers (Dynamic routing, Fig. 3)", (value) => fixed(value, 2)],
     ["experts_used", "Experts in use", "merged experts with a weight above 2/n since the record before (Lory, Fig. 9)", whole],
     ["dropped", "Dropped choices", "share of the choices over capacity", (value) => percent(value, 2)],
-    ["load_balancing_loss", "Load balancing loss", "without its coefficient, mean over layers", significant],
-    ["importance_loss", "Importance loss", "without its coefficient, mean over layers", significant],
-    ["z_loss", "Router z-loss", "without its coefficient, mean over layers", significant],
-    ["entropy_loss", "Entropy loss", "without its coefficient, mean over layers", significant],
-    ["erc_loss", "Coupling loss (ERC)", "without its coefficient, mean over layers", significant],
+    ...names.filter((name) => name.endsWith("_loss") && !name.includes("/"))
+      .map((name) => [name, LOSSES[name] ?? name.replaceAll("_", " "), "without its coefficient, mean over layers", significant]),
     ["erc_norm", "Norm in the coupling loss", "of a row of the router times its own expert's W_g, mean over experts and layers", significant],
-    ["l1_loss", "L1 loss", "without its coefficient, mean over layers", significant],
-    ["routing_free_loss", "Loss of Routing-Free MoE", "without its coefficient, mean over layers", significant],
     ["l1_coefficient", "Coefficient of the L1 loss", "set after each step for the mean number of experts", significant],
     ["balance_coefficient", "Coefficient of Routing-Free MoE", "of its loss, set after each step for the mean number of experts", significant],
     ["top_p", "p of top-p", "set after each step for the mean number of experts", three],
