@@ -1,7 +1,7 @@
 """Time whole models against those that a user would take instead, on the same tokens and in turns.
 
     make bench ARGS="--models"                                  # a look, in about a minute
-    make bench ARGS="--models --sizes goals --json models.json" # the sizes of the project's goals
+    make bench ARGS="--models --sizes goals --json models.json" # the sizes of docs/performance
     python tools/bench/models.py --sizes sequence,experts,micro-batch
     python tools/bench/models.py --device cuda --sizes gpu      # on a GPU of 80 GB
 
@@ -36,17 +36,13 @@ from moe_parallel.platform.freed_memory import keep_freed_memory
 from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
-from tools.bench.about import about
-from tools.bench.benchmark import chosen, words
+from tools.bench.benchmark import about, chosen, words
 from tools.bench.clock import work_clock_of
 from tools.bench.contender import STEP, Bench, BenchContender
-from tools.bench.goal import format_verdicts, judge
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers.megatron import one_rank
-from tools.bench.results import BenchRow
+from tools.bench.results import BenchRow, format_row
 from tools.bench.sizes import SMALL
-from tools.bench.table import format_model_row, format_row
-from tools.bench.whole_models.goals import model_goals
 from tools.bench.whole_models.sizes import SIZES, ModelSize
 
 if TYPE_CHECKING:
@@ -95,7 +91,6 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     return benchmark.run(
         facts,
         lambda rows: _measure_all(options, rows),
-        lambda rows: _print_verdicts(options, rows),
         options.json,
     )
 
@@ -109,12 +104,6 @@ def _kept_products(batches: int) -> dict[str, str]:
     if batches == 1:
         os.environ.setdefault(KEPT_PRODUCTS, "4096")
     return {KEPT_PRODUCTS: os.environ.get(KEPT_PRODUCTS, "1024")}
-
-
-def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
-    goals = [goal for dtype in options.dtype for goal in model_goals(dtype, options.sizes)]
-    if goals and options.device == "cpu":
-        print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
 
 
 def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
@@ -162,8 +151,8 @@ def _measure(
         weights = {one.name: number_of_weights(one) for one in present}
         for row in measure(bench, clock, device, patience):
             rows.append(row)
-            of_step = row.timed == STEP
-            text = format_row(row) if of_step else format_model_row(row, size.tokens, weights)
+            of_pass = (size.tokens, weights) if row.timed != STEP else ()
+            text = format_row(row, *of_pass)
             print(f"\n{text}", flush=True)
     return rows
 

@@ -1,5 +1,5 @@
-"""The measured sizes: `small` for a quick check, `goals` for the project's goals, `erc` for
-the layer in which the paper of the coupling loss reports what AoE costs (docs/papers.md)."""
+"""The measured sizes: `small` for a quick check, `goals` for docs/performance, `erc` for the
+layer in which the paper of the coupling loss reports what AoE costs (docs/papers.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The measured models: `small` for a look, `goals` for the project's goals on a CPU, `gpu`, and
-three curves."""
+"""The measured models: `small` for a look, `goals` for docs/performance, `gpu`, and three
+curves."""
 
 from __future__ import annotations
 
