@@ -18,8 +18,7 @@ from tests.model.comparison import Start, differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build
 from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
-from tools.bench.contender import BenchContender
-from tools.bench.memory import peak_bytes, saved_bytes
+from tools.bench.measurement import BenchContender, peak_bytes, saved_bytes
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 SYSTEMS = ["topk", "aoe", "aoe_top_p"]

@@ -6,26 +6,24 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench.clock import WorkTimer
-from tools.bench.contender import (
+from tools.bench.measurement import (
     BACKWARD,
     BOTH,
+    FEWEST_TURNS,
     FORWARD,
+    MOST_TURNS,
     Absent,
     Bench,
     BenchContender,
     Measure,
     Moved,
-    Products,
-    invite,
-    peer_package,
-)
-from tools.bench.measurement import (
-    FEWEST_TURNS,
-    MOST_TURNS,
     Patience,
+    Products,
+    WorkTimer,
     disagreement,
+    invite,
     measure,
+    peer_package,
     take_turns,
 )
 from tools.bench.results import BenchRow

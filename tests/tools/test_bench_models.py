@@ -17,11 +17,8 @@ from tests.tools.running import run_tool_forked
 from tools.bench import models
 from tools.bench.models import main
 from tools.bench.results import read_json
-from tools.bench.sizes import SMALL
-from tools.bench.whole_models.benches import BENCHES
-from tools.bench.whole_models.huggingface import hugging_face_model
-from tools.bench.whole_models.model import ModelTerms, number_of_weights
-from tools.bench.whole_models.sizes import ModelSize
+from tools.bench.sizes import SMALL, ModelSize
+from tools.bench.whole_models import BENCHES, ModelTerms, hugging_face_model, number_of_weights
 
 SIZES = {
     "few experts": ModelSize(d=128, n=4, f=64, S=32, V=96),

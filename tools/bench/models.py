@@ -37,16 +37,13 @@ from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.benchmark import about, chosen, words
-from tools.bench.clock import work_clock_of
-from tools.bench.contender import STEP, Bench, BenchContender
-from tools.bench.measurement import Patience, measure
+from tools.bench.measurement import STEP, Bench, BenchContender, Patience, measure, work_clock_of
 from tools.bench.peers.megatron import one_rank
 from tools.bench.results import BenchRow, format_row
-from tools.bench.sizes import SMALL
-from tools.bench.whole_models.sizes import SIZES, ModelSize
+from tools.bench.sizes import MODEL_SIZES, SMALL, ModelSize
 
 if TYPE_CHECKING:
-    from tools.bench.whole_models.model import ModelTerms
+    from tools.bench.whole_models import ModelTerms
 
 SECONDS_OF_A_ROW = {"cpu": 20.0, "cuda": 5.0}
 KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -58,7 +55,8 @@ def main(arguments: list[str]) -> int:
     tool.add_argument("--device", choices=list(DTYPES), default="cpu",
         help="where to run (default: cpu)")  # fmt: skip
     tool.add_argument("--sizes", type=words, metavar="A,B,...", default=[SMALL],
-        help=f"of {', '.join(SIZES)}; the last three are curves (default: {SMALL})")  # fmt: skip
+        help=f"of {', '.join(MODEL_SIZES)}; the last three are curves "
+        f"(default: {SMALL})")  # fmt: skip
     tool.add_argument("--dtype", type=words, metavar="A,B,...",
         help="float32, bfloat16 (default: both; GPU: bfloat16)")  # fmt: skip
     tool.add_argument("--batches", type=int, default=1, metavar="N",
@@ -69,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
-    options.sizes = chosen("--sizes", options.sizes, list(SIZES), [SMALL])
+    options.sizes = chosen("--sizes", options.sizes, list(MODEL_SIZES), [SMALL])
     on_cpu = options.device == "cpu"
     dtypes = DTYPES[options.device]
     options.dtype = chosen("--dtype", options.dtype, dtypes, dtypes if on_cpu else dtypes[:1])
@@ -110,10 +108,10 @@ def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
     """Each bench in a process of its own: Megatron-Core's hooks and oneDNN's compiled products keep
     memory for as long as a process lives, up to several GiB for a bench."""
     suppress_warnings()  # before Megatron-Core is imported
-    from tools.bench.whole_models.benches import BENCHES
+    from tools.bench.whole_models import BENCHES
 
     for name, dtype in product(options.sizes, options.dtype):
-        for size, build in product(SIZES[name], BENCHES[name]):
+        for size, build in product(MODEL_SIZES[name], BENCHES[name]):
             with ProcessPoolExecutor(1, get_context("spawn"), suppress_warnings) as pool:
                 bench = pool.submit(_measure, build, size, dtype, options)
                 try:
@@ -136,7 +134,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> list[BenchRow]:
     """Measures and prints the rows of one bench."""
-    from tools.bench.whole_models.model import ModelTerms, number_of_weights
+    from tools.bench.whole_models import ModelTerms, number_of_weights
 
     torch.set_num_threads(1)
     keep_freed_memory()

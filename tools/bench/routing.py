@@ -47,13 +47,21 @@ from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu  # noqa: E402
 from moe_parallel.tool import Tool, check_positive  # noqa: E402
 from moe_parallel.training.engine import Engine  # noqa: E402
 from tools.bench.benchmark import about, words  # noqa: E402
-from tools.bench.clock import WorkTimer, work_clock_of  # noqa: E402
-from tools.bench.contender import BenchContender  # noqa: E402
-from tools.bench.measurement import Patience, take_turns  # noqa: E402
-from tools.bench.memory import peak_bytes, saved_bytes  # noqa: E402
-from tools.bench.whole_models.model import ModelTerms  # noqa: E402
-from tools.bench.whole_models.ours import engine_of, model_of  # noqa: E402
-from tools.bench.whole_models.sizes import ModelSize  # noqa: E402
+from tools.bench.measurement import (  # noqa: E402  # noqa: E402  # noqa: E402
+    BenchContender,
+    Patience,
+    WorkTimer,
+    peak_bytes,
+    saved_bytes,
+    take_turns,
+    work_clock_of,
+)
+from tools.bench.sizes import ModelSize  # noqa: E402
+from tools.bench.whole_models import (  # noqa: E402
+    ModelTerms,
+    engine_model,
+    engine_of,
+)
 
 BALANCED = "balanced"
 SEED = 1
@@ -180,7 +188,7 @@ def measure_workloads(task: Task) -> list[Measured]:
     system += ["--expert-model-parallel-size", str(ranks)]
     engines = [engine_of([*system, *each.flags], terms) for each in task.workloads]
     models = [
-        model_of(str(each), engine, terms)
+        engine_model(str(each), engine, terms)
         for each, engine in zip(task.workloads, engines, strict=True)
     ]
     rows = [_rows(engine, model) for engine, model in zip(engines, models, strict=True)]

@@ -32,12 +32,11 @@ from moe_parallel.platform.freed_memory import keep_freed_memory
 from moe_parallel.tool import Tool
 from tools.bench import benchmark
 from tools.bench.benchmark import about, chosen, words
-from tools.bench.clock import work_clock_of
 from tools.bench.inputs import Draw
-from tools.bench.measurement import Patience, measure
+from tools.bench.layers import BENCHES
+from tools.bench.measurement import Patience, measure, work_clock_of
 from tools.bench.peers import megatron
 from tools.bench.results import BenchRow, format_row
-from tools.bench.rows import BENCHES
 from tools.bench.sizes import ERC, GOALS, SMALL, sizes_of
 
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0, ERC: 15.0}
