@@ -1,3 +1,5 @@
+"""The stream of training, held-out text, blends and splits."""
+
 import contextlib
 import errno
 import time
@@ -7,9 +9,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 
+from moe_parallel.config import Config, DataConfig, validate
 from moe_parallel.data import datasets as datasets_module
-from moe_parallel.data.datasets import Datasets, Source, blend_sources, build_datasets, texts
+from moe_parallel.data.datasets import (
+    Datasets,
+    Source,
+    blend_sources,
+    build_datasets,
+    held_out_documents,
+    texts,
+)
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.sealed import write_sealed
@@ -368,3 +379,109 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(InputError, match=r"--data-cache-path \S*cache cannot be written"):
         build(tmp_path)
+
+
+SPLIT = "969,30,1"
+
+
+def blend(*words: str) -> list[tuple[str, float | None, str]]:
+    sources = blend_sources(words, SPLIT)
+    assert all(s.valid_prefix == s.train_prefix and s.split == SPLIT for s in sources)
+    return [(s.domain, s.weight, s.train_prefix) for s in sources]
+
+
+def test_megatrons_blend_syntax() -> None:
+    assert blend("data/web") == [("web", None, "data/web")]
+    assert blend("a/web", "b/code") == [("web", None, "a/web"), ("code", None, "b/code")]
+    assert blend("a", "b", "c") == [("a", None, "a"), ("b", None, "b"), ("c", None, "c")]
+    assert blend("0.3", "a/web", "7e-1", "code") == [("web", 0.3, "a/web"), ("code", 0.7, "code")]
+    assert blend("1", "a") == [("a", 1.0, "a")]
+    assert blend("30") == [("30", None, "30")]
+
+
+def test_domains_of_one_name_are_told_apart() -> None:
+    assert [name for name, _, _ in blend("a/text", "b/text", "text_2", "c/text")] == [
+        "text",
+        "text_2",
+        "text_2_2",
+        "text_3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"--data-path is empty"),
+        (["0.5", "a", "b"], r"a weight or a prefix is missing"),
+        (["a", "0.5"], r"the weight 'a' of 0\.5 is not a number above 0"),
+        (["1", "a", "b", "2"], r"the weight 'b' of 2"),
+        (["1", "a", "0", "b"], r"the weight '0' of b is not a number above 0"),
+        (["1", "a", "-1", "b"], r"the weight '-1' of b"),
+    ],
+)
+def test_wrong_weights_are_told(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        blend_sources(words, SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("split", "plain", "shares"),
+    [
+        ("100", "100", [1, 0, 0]),
+        ("969,30,1", "969,30,1", [0.969, 0.03, 0.001]),
+        ("99.5,.5", "99.5,0.5", [0.995, 0.005, 0]),
+        ("3e2,1e2,0", "300,100,0", [0.75, 0.25, 0]),
+        (" 9, +1 ", "9,1", [0.9, 0.1, 0]),
+        ("1,1e-5", "1,0.00001", [1 / 1.00001, 1e-5 / 1.00001, 0]),
+    ],
+)
+def test_megatron_reads_every_split_that_the_flag_takes(
+    split: str, plain: str, shares: list[float]
+) -> None:
+    validate(Config(data=DataConfig(split=split)), world_size=1)
+    (source,) = blend_sources(["a"], split)
+    assert source == Source("a", None, "a", "a", plain)
+    assert parse_and_normalize_split(plain) == pytest.approx(shares, rel=1e-12)
+
+
+def test_the_documents_of_a_file_for_validation(tmp_path: Path) -> None:
+    train, valid = (
+        write_numbers(tmp_path / name, sizes) for name, sizes in (("t", [50]), ("v", [3, 1, 4]))
+    )
+    source = Source("domain", None, train, valid, None)
+    assert list(held_out_documents(source, NUMBERS)) == [[0, 1, 2], [3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("split", ["8,2,0", "6,3,1", "1,1,0"])
+def test_the_validation_part_of_a_file(tmp_path: Path, split: str) -> None:
+    tokenizer = small_bpe()
+    write_texts(tmp_path / "a", [words(30, seed) for seed in range(11)], tokenizer)
+    sources = blend_sources([str(tmp_path / "a")], split)
+    datasets = build_datasets(
+        sources, tokenizer=tokenizer, seq_length=8, train_samples=4, seed=1,
+        cache_folder=tmp_path / "cache",
+    )  # fmt: skip
+    expected = list(texts(datasets.valid["a"], tokenizer))
+    documents = held_out_documents(sources[0], tokenizer)
+    assert [tokenizer.detokenize(each) for each in documents] == expected
+    assert len(expected) > 1
+
+
+def test_no_validation(tmp_path: Path) -> None:
+    write_numbers(tmp_path / "a", [5, 5])
+    (source,) = blend_sources([str(tmp_path / "a")], "1,0,0")
+    assert list(held_out_documents(source, NUMBERS)) == []
+
+
+def test_files_are_checked_as_training_checks_them(tmp_path: Path) -> None:
+    write_texts(tmp_path / "a", [words(30, seed) for seed in range(4)], small_bpe())
+    (source,) = blend_sources([str(tmp_path / "a")], "1,1,0")
+    with pytest.raises(InputError, match="a was written with another tokenizer than this run's"):
+        list(held_out_documents(source, NUMBERS))
+    with (tmp_path / "a.bin").open("ab") as file:
+        file.write(b"12")
+    with pytest.raises(InputError, match="a.bin has .* bytes but its index describes"):
+        list(held_out_documents(source, small_bpe()))
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(InputError, match="a.bin is missing"):
+        list(held_out_documents(source, small_bpe()))

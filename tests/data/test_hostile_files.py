@@ -1,7 +1,7 @@
 """Files from elsewhere would run code, or have no end, if they were trusted: one line is printed.
 
 The files of a cache, which can be rebuilt, are in test_index_cache.py and
-test_similarity.py; folders with code for transformers are in test_tokenizer_files.py and
+test_similarity.py; folders with code for transformers are in test_tokenizer.py and
 test_embedding.py.
 """
 

@@ -1,13 +1,26 @@
+"""Tokenizers, their files, and what they carry for transformers."""
+
 import json
+import socketserver
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from moe_parallel.data.tokenizer import build_tokenizer, load_tokenizer, train_byte_bpe
+from moe_parallel.data.tokenizer import (
+    Extras,
+    build_tokenizer,
+    load_tokenizer,
+    read_extras,
+    train_byte_bpe,
+)
 from moe_parallel.errors import InputError
+from tests.data.hostile import hostile_folder
 from tests.data.small_text import small_bpe, words
 
 AWKWARD = [
@@ -190,3 +203,307 @@ def test_a_file_that_is_no_sentencepiece_model_is_told(tmp_path: Path) -> None:
     wrong.write_text("{}")
     with pytest.raises(InputError, match=r"wrong\.model is not a SentencePiece"):
         build_tokenizer("SentencePieceTokenizer", str(wrong))
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers, an optional library, is missing")
+    monkeypatch.setattr("builtins.input", lambda *of: pytest.fail("asked"))
+    folder = hostile_folder(tmp_path)
+    with pytest.raises(InputError, match=r"without running code of the folder's own") as told:
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+    assert "\n" not in str(told.value) and not (tmp_path / "marker").exists()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Silent(socketserver.BaseRequestHandler):
+        def handle(self) -> None:  # the connection ends without an answer
+            asked.append(self.client_address)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # the delay before a retry
+        with pytest.raises(InputError, match=r"--tokenizer-model no/such.*local path") as told:
+            build_tokenizer("HuggingFaceTokenizer", "no/such")
+        server.shutdown()
+    assert "\n" not in str(told.value)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"model":' * 100_000, b"\xff\xfe", b"", b"null", b"{}"]
+)
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes) -> None:
+    small_bpe().save(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=str(tmp_path)) as told:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(told.value)
+        (tmp_path / name).write_bytes(whole)
+
+
+def huge_id(rules: dict[str, Any]) -> None:
+    rules["model"]["vocab"]["a"] = 10**9
+
+
+def endless_expression(rules: dict[str, Any]) -> None:
+    """Takes 2^40 steps, of which the library tries some, for the text of the test."""
+    rules["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+
+
+def short_charsmap(rules: dict[str, Any]) -> None:
+    """The library panics while it opens the file."""
+    rules["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AQ=="}
+
+
+def no_unknown(rules: dict[str, Any]) -> None:
+    vocabulary = {"<|endoftext|>": 0}
+    rules["model"] = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": vocabulary}
+
+
+def _replacing(pattern: dict[str, str], content: str, times: int) -> dict[str, Any]:
+    each = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [each] * times, "decoders": [each] * times}
+
+
+def growing_text(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = _replacing({"String": "a"}, "a" * 10, times=4)
+
+
+def growing_everywhere(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = _replacing({"Regex": ""}, "a", times=13)
+
+
+def growing_output(rules: dict[str, Any]) -> None:
+    rules["decoder"] = _replacing({"String": "a"}, "a" * 10, times=4)
+
+
+def long_beginning(rules: dict[str, Any]) -> None:
+    rules["normalizer"] = {"type": "Prepend", "prepend": "a" * 5000}
+
+
+def repeated_text(rules: dict[str, Any]) -> None:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    rules["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text] * 5000, "pair": [], "special_tokens": {},
+    }  # fmt: skip
+
+
+def long_word(rules: dict[str, Any]) -> None:
+    rules["model"] = {
+        "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "",
+        "max_input_chars_per_word": 10**18, "vocab": {"a": 1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            (rule, "tokenizer.json is not a .* .its rules may make a text more than 4096 times")
+            for rule in (
+                growing_text,
+                growing_everywhere,
+                growing_output,
+                long_beginning,
+                repeated_text,
+            )
+        ),
+        (long_word, "tokenizer.json is not a .* .its max_input_chars_per_word 10.* above 1000"),
+        (huge_id, "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most"),
+        (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: repair"),
+        (short_charsmap, "tokenizer.json is not a tokenizer.json .*Cannot parse precompiled"),
+        (no_unknown, "--tokenizer-model: the tokenizer gives up on a text .*Missing .UNK. .*"),
+    ],
+)
+def test_rules_without_bounds_are_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    small_bpe().save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(rules)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(InputError, match=message) as told:
+        load_tokenizer(tmp_path).tokenize_all(["a" * 40 + "b"])
+    assert "\n" not in str(told.value)
+
+
+def test_usual_rules_are_within_the_bounds(tmp_path: Path) -> None:
+    small_bpe().save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    spaces = _replacing({"Regex": " {2,}"}, "▁", times=10)["normalizers"]
+    quotes = _replacing({"String": "``"}, '"', times=100)["normalizers"]
+    rules["normalizer"] = {"type": "Sequence", "normalizers": [*spaces, *quotes]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    assert load_tokenizer(tmp_path).tokenize("a  b")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer_type": ["ByteLevelBPE"]},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": "50"},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": None},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": 10**12},
+        {"tokenizer_type": 5},
+    ],
+)
+def test_a_configuration_of_other_types_is_one_line(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(changes))
+    with pytest.raises(InputError) as told:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("eos", [5, ["<|endoftext|>"], {"content": 7}, {}])
+def test_an_end_of_another_type_is_not_believed(tmp_path: Path, eos: object) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
+    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
+
+
+def options_off(rules: dict[str, Any]) -> None:
+    """The file of a library that has an additional option."""
+    rules["model"]["another_option"] = False
+    rules["model"].pop("fuse_unk")
+
+
+def swapped(rules: dict[str, Any]) -> None:
+    """Two tokens of the same length, with exchanged ids."""
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def without_a_merge(rules: dict[str, Any]) -> None:
+    rules["model"]["merges"].pop()
+
+
+def other_splitting(rules: dict[str, Any]) -> None:
+    rules["pre_tokenizer"]["use_regex"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [(options_off, True), (swapped, False), (without_a_merge, False), (other_splitting, False)],
+)
+def test_the_fingerprint_is_of_what_makes_ids(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], same: bool
+) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(rules)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    assert (load_tokenizer(tmp_path).fingerprint == bpe.fingerprint) is same
+
+
+CONFIG = "tokenizer_config.json"
+
+
+def _json(folder: Path, name: str, content: Any) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_files_of_templates_count_before_the_field(tmp_path: Path) -> None:
+    _json(tmp_path, CONFIG, {"chat_template": "field"})
+    assert read_extras(tmp_path).chat_templates == {"default": "field"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("tools {{ x }}\n")
+    (tmp_path / "chat_template.jinja").write_text("naïve\n")
+    extras = read_extras(tmp_path)
+    assert extras.chat_templates == {"default": "naïve\n", "tool_use": "tools {{ x }}\n"}
+    # One field holds all of them, and reads the same.
+    again = tmp_path / "again"
+    again.mkdir()
+    extras.write(again, "HuggingFaceTokenizer")
+    assert read_extras(again) == extras
+
+
+def test_tokens_are_texts_or_objects(tmp_path: Path) -> None:
+    fields = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "unk_token": None,
+        "additional_special_tokens": ["<a>", {"content": "<b>"}],
+        "extra_special_tokens": {"image_token": "<image>"},
+        "model_max_length": 12,
+    }
+    _json(tmp_path, CONFIG, fields)
+    assert read_extras(tmp_path).special_tokens == {
+        "bos_token": "<s>",
+        "additional_special_tokens": ["<a>", "<b>"],
+        "extra_special_tokens": {"image_token": "<image>"},
+    }
+    assert read_extras(tmp_path / "nowhere") == Extras()
+
+
+def test_a_folder_that_was_saved_has_the_same(tmp_path: Path) -> None:
+    theirs, first, second = (tmp_path / name for name in ("theirs", "first", "second"))
+    small_bpe().save(theirs)
+    fields = {"bos_token": "e", "chat_template": "{{ bos_token }}", "eos_token": "<|endoftext|>"}
+    _json(theirs, CONFIG, fields)
+    _json(theirs, "generation_config.json", {"eos_token_id": [0, 5], "top_p": 0.9})
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(theirs))
+    tokenizer.save(first)
+    load_tokenizer(first).save(second)
+    assert read_extras(second) == read_extras(theirs) == tokenizer.extras
+    assert tokenizer.extras.generation == {"eos_token_id": [0, 5], "top_p": 0.9}
+    # The ids of a text are the same without them.
+    assert tokenizer.fingerprint == load_tokenizer(second).fingerprint
+    assert tokenizer.fingerprint == small_bpe().fingerprint
+
+
+def _written(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def _changed(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: _json(folder, CONFIG, {"eos_token": "<|endoftext|>"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_changed(bos_token=5), "bos_token is 5: it must be a token"),
+        (_changed(pad_token={"content": ["<pad>"]}), "pad_token is .*: it must be a token"),
+        (_changed(unk_token="\ud800"), "unk_token is '.ud800': it must be a token"),
+        (_changed(additional_special_tokens="<a>"), "must be a list of tokens"),
+        (_changed(extra_special_tokens={"image": 4}), "extra_special_tokens is 4: it must be a"),
+        (_changed(chat_template={"a": "b"}), "chat_template is .*: it must be a text, or a list"),
+        (_changed(chat_template=[5]), "chat_template is 5: it must be an object"),
+        (_changed(chat_template=[{"name": "a"}]), "must be an object of name and template"),
+        (_written(CONFIG, b'{"bos_token": ' + b"[" * 100_000), "is damaged .nested too deeply"),
+        (_written("chat_template.jinja", b"\xff"), "chat_template.jinja is damaged .not UTF-8"),
+        (_written("generation_config.json", b"[1]"), "it is not a JSON object"),
+        (_written("generation_config.json", b"{"), "generation_config.json is damaged .not JSON"),
+        (_written("generation_config.json", b'{"eos_token_id": [1, "a"]}'), "eos_token_id is .1, "),
+        (_written("generation_config.json", b'{"a": ' + b"9" * 9999 + b"}"), "is damaged .Exceeds"),
+    ],
+)
+def test_what_is_no_such_folder_is_one_line(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    small_bpe().save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(InputError, match=message) as told:
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert str(tmp_path) in str(told.value) and "\n" not in str(told.value)
+
+
+def test_an_end_that_is_no_text_is_not_believed(tmp_path: Path) -> None:
+    small_bpe().save(tmp_path)
+    _changed(eos_token="\udfff")(tmp_path)
+    assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).eod == small_bpe().eod

@@ -11,8 +11,7 @@ from moe_parallel.ops.bounded_experts import (
 )
 from tests.ops.cases import BY_NAME, Routing
 from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting, cases
-from tools.bench.contender import BenchContender
-from tools.bench.memory import peak_bytes, saved_bytes
+from tools.bench.measurement import BenchContender, peak_bytes, saved_bytes
 
 
 def values_per_row(kind: str, width: int = F, rank: int = R) -> int:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tools.cuda_stand_in import LAUNCH, REPLAY, Device
-from tools.bench import cuda_clock
-from tools.bench.cuda_clock import LONGEST_REPLAYED, TOO_LONG, CudaClock
+from tools.bench import measurement
+from tools.bench.measurement import LONGEST_REPLAYED, TOO_LONG, CudaClock
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     scratch = SimpleNamespace(zero_=lambda: device.launch("clear"))
     stand_in = SimpleNamespace(cuda=device.torch_cuda(), zeros=lambda *shape, device: scratch)
-    monkeypatch.setattr(cuda_clock, "torch", stand_in)
+    monkeypatch.setattr(measurement, "torch", stand_in)
     return device
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_parallel.ops import select_backend
-from tools.bench.contender import Bench
 from tools.bench.inputs import Draw
-from tools.bench.measurement import disagreement
+from tools.bench.layers import BENCHES
+from tools.bench.measurement import Bench, disagreement
 from tools.bench.peers import transformer_engine
-from tools.bench.rows import BENCHES
 from tools.bench.sizes import BenchSize
 
 SIZE = BenchSize(T=12, d=8, n=4, K=2, f=6)

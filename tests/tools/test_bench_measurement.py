@@ -6,26 +6,24 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench.clock import WorkTimer
-from tools.bench.contender import (
+from tools.bench.measurement import (
     BACKWARD,
     BOTH,
+    FEWEST_TURNS,
     FORWARD,
+    MOST_TURNS,
     Absent,
     Bench,
     BenchContender,
     Measure,
     Moved,
-    Products,
-    invite,
-    peer_package,
-)
-from tools.bench.measurement import (
-    FEWEST_TURNS,
-    MOST_TURNS,
     Patience,
+    Products,
+    WorkTimer,
     disagreement,
+    invite,
     measure,
+    peer_package,
     take_turns,
 )
 from tools.bench.results import BenchRow
@@ -92,7 +90,7 @@ def test_patience(one_turn: float, turns: int) -> None:
 def test_a_contender_that_differs_is_marked_and_timed() -> None:
     _, (row,) = rows_of(double("ours"), double("same"), double("other", 3.0))
     assert [r.differs is None for r in row.results] == [True, True, False]
-    assert row.result("other").samples == [1.0]
+    assert {each.name: each for each in row.results}["other"].samples == [1.0]
 
 
 @pytest.mark.full
@@ -105,7 +103,7 @@ def test_what_was_no_replay_is_recorded_with_the_reason() -> None:
 @pytest.mark.full
 def test_another_model_is_no_difference() -> None:
     _, (row,) = rows_of(double("ours"), double("yardstick", 3.0, answer="another model"))
-    assert row.result("yardstick").differs is None
+    assert {each.name: each for each in row.results}["yardstick"].differs is None
 
 
 def test_peers_that_cannot_take_part_are_absent_with_the_reason() -> None:
@@ -115,9 +113,11 @@ def test_peers_that_cannot_take_part_are_absent_with_the_reason() -> None:
     _, (row,) = rows_of(
         double("ours"), Absent("gone", "needs a GPU"), BenchContender("broken", fail)
     )
-    assert row.result("gone").absent == "needs a GPU"
-    assert row.result("broken").absent == "failed: RuntimeError: no kernel for this"
-    assert row.result("broken").samples == []
+    assert {each.name: each for each in row.results}["gone"].absent == "needs a GPU"
+    assert {each.name: each for each in row.results}[
+        "broken"
+    ].absent == "failed: RuntimeError: no kernel for this"
+    assert {each.name: each for each in row.results}["broken"].samples == []
 
 
 def test_our_own_failure_is_no_absence() -> None:

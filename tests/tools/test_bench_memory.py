@@ -2,8 +2,7 @@
 
 import torch
 
-from tools.bench.contender import BenchContender
-from tools.bench.memory import peak_bytes, saved_bytes
+from tools.bench.measurement import BenchContender, peak_bytes, saved_bytes
 
 KIB = 1024
 SCALARS = 64  # temporary bytes of numbers such as 2.0

@@ -13,18 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import ParallelConfig
 from moe_parallel.parallel import initialize_groups
 from tests.distributed import run_distributed
-from tests.tools.bench_rows import result, row
 from tests.tools.running import run_tool_forked
 from tools.bench import models
 from tools.bench.models import main
 from tools.bench.results import read_json
-from tools.bench.sizes import SMALL
-from tools.bench.table import format_model_row
-from tools.bench.whole_models.benches import BENCHES
-from tools.bench.whole_models.goals import model_goals
-from tools.bench.whole_models.huggingface import hugging_face_model
-from tools.bench.whole_models.model import ModelTerms, number_of_weights
-from tools.bench.whole_models.sizes import ModelSize
+from tools.bench.sizes import SMALL, ModelSize
+from tools.bench.whole_models import BENCHES, ModelTerms, hugging_face_model, number_of_weights
 
 SIZES = {
     "few experts": ModelSize(d=128, n=4, f=64, S=32, V=96),
@@ -34,34 +28,31 @@ SIZES = {
 
 def _measured(
     size: ModelSize,
-) -> tuple[dict[str, int], dict[str, int], dict[str, float], set[tuple[str, str]]]:
-    """On a rank: weights, FLOPs of a forward pass, and the loss, by contender; rows' contenders."""
+) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+    """On a rank: weights, FLOPs of a forward pass, and the loss, by contender."""
     groups = initialize_groups(ParallelConfig())
     model_parallel_cuda_manual_seed(1)
     terms = ModelTerms(size, torch.float32, groups)
     benches = [build(terms) for build in BENCHES[SMALL]]
-    of_rows = {(b.op, c.name): c for b in benches for c in (*b.ours, *b.peers)}
-    every = of_rows.values()
+    every = [contender for bench in benches for contender in (*bench.ours, *bench.peers)]
     flops, losses = {}, {}
     for contender in every:
         with FlopCounterMode(display=False) as counter:
             (loss,) = contender.forward()
         flops[contender.name] = counter.get_total_flops()
         losses[contender.name] = loss.item()
-    return {c.name: number_of_weights(c) for c in every}, flops, losses, set(of_rows)
+    return {c.name: number_of_weights(c) for c in every}, flops, losses
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SIZES)
 def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
     size = SIZES[name]
-    ((weights, flops, losses, of_rows),) = run_distributed(1, _measured, size)
+    ((weights, flops, losses),) = run_distributed(1, _measured, size)
     peer = next(name for name in weights if name.startswith("HF") and name.endswith("eager"))
     twins = ["ours, topk", "ours, lory", "Megatron GPTModel"]
     if name == "few experts":  # Qwen3-MoE has two norms more in a layer
         assert {weights[each] for each in twins} == {weights[peer]}
-        for goal in model_goals("float32"):
-            assert {(goal.op, goal.contender), (goal.op, goal.other)} <= of_rows, goal.title
     for each, number in weights.items():  # AoE's d_wide is an integer
         assert number == pytest.approx(weights["ours, topk"], rel=0.02), each
     # torch does not count its attention on a CPU: two products of half of all pairs of tokens.
@@ -79,20 +70,6 @@ def test_batches_take_turns() -> None:
     assert tokens[0] == tokens[2] == tokens[4] != tokens[1] == tokens[3]
     ids, labels = next(ModelTerms(size, torch.float32, None).batches())
     assert ids.tolist() == tokens[0] and ids[:, 1:].equal(labels[:, :-1])
-
-
-def test_a_row_of_models() -> None:
-    text = format_model_row(
-        row(result("ours", 2, 2, peak_bytes=3 * 2**20, saved_bytes=2**19), result("other", 3, 3)),
-        tokens=4000,
-        weights={"ours": 1_250_000, "other": 1_000_000},
-    )
-    title, head, ours, other = text.splitlines()
-    assert title == "permute forward, T=8 d=4, float32   (copy 2.0 GB/s)"
-    assert head.split()[:4] == ["params", "ms", "quartiles", "tokens/s"]
-    assert ours.split() == ["ours", "1.25M", "2", "[2", "..", "2]", "2,000,000", "50.0%",
-                            "3.00", "0.50"]  # fmt: skip
-    assert other.split()[-1] == "1.50x"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,14 @@ import pytest
 from moe_parallel.ops import extension
 from tests.distributed import run_distributed
 from tests.tools.running import run_tool_forked
-from tools.bench.routing import main
-from tools.bench.whole_models.forced import measure_workloads
-from tools.bench.workloads import ForcedWorkload, Measured, Task, format_workloads
+from tools.bench.routing import (
+    ForcedWorkload,
+    Measured,
+    Task,
+    format_workloads,
+    main,
+    measure_workloads,
+)
 
 WORKLOADS = (
     ForcedWorkload("balanced", None),

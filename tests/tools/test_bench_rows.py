@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from moe_parallel.ops import Ops, select_backend
-from tools.bench.contender import Absent, Bench, BenchContender
 from tools.bench.inputs import LEAST_MARGIN, Draw
-from tools.bench.measurement import disagreement
+from tools.bench.layers import BENCHES
+from tools.bench.measurement import Absent, Bench, BenchContender, disagreement
 from tools.bench.peers import huggingface, megatron
-from tools.bench.rows import BENCHES
 from tools.bench.sizes import GOALS, SMALL, BenchSize, sizes_of
 
 TINY = BenchSize(T=24, d=16, n=4, K=2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,23 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension
+from moe_parallel.platform.machine import machine, software
 from moe_parallel.tool import Tool, check_positive
 from moe_parallel.training.signals import EXIT_CTRL_C
-from tools.bench.results import BenchRow, write_json
-from tools.bench.table import format_absent, format_launched
+from tools.bench.results import BenchRow, format_reasons, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def about(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The command, when and where it runs, and the load of the machine, as JSON values."""
+    return {
+        "command": " ".join([f"python tools/bench/{program}", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "software": software(ROOT),
+        "load_before": os.getloadavg(),
+    }
 
 
 def words(text: str) -> list[str]:
@@ -68,7 +82,6 @@ def check_device(device: str) -> None:
 def run(
     facts: dict[str, Any],
     measure: Callable[[list[BenchRow]], None],
-    print_verdicts: Callable[[list[BenchRow]], None] = lambda rows: None,
     json: Path | None = None,
 ) -> int:
     """Measures all rows, prints what belongs to all of them, and returns the exit code.
@@ -76,7 +89,6 @@ def run(
     Args:
         facts: the facts about the run: command, machine, software, instructions, threads.
         measure: appends each row as soon as it is measured, so that an interruption keeps it.
-        print_verdicts: is called after the rows, also after an interruption.
         json: the file for the facts and all samples.
     """
     rows: list[BenchRow] = []
@@ -88,9 +100,8 @@ def run(
         interrupted = True
         print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     facts |= {"load_after": os.getloadavg(), "interrupted": interrupted}
-    for text in filter(None, (format_absent(rows), format_launched(rows))):
-        print(f"\n{text}")
-    print_verdicts(rows)
+    if reasons := format_reasons(rows):
+        print(f"\n{reasons}")
     print(f"\nload {_load_of(facts['load_after'])} after")
     if json is not None:
         write_json(json, facts, rows)

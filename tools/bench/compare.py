@@ -16,10 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.tool import Tool
-from tools.bench.results import BenchResult, BenchRow, read_json
-from tools.bench.table import DIFFERS
+from tools.bench.results import DIFFERS, BenchResult, BenchRow, read_json
 
-_LINE = "  {:<28}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
+_LINE = "  {:<32}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
+_HEADS = ("", "us before", "after", "speed", "", "of max", "after", "peak", "saved")
 
 
 def main(arguments: list[str]) -> int:
@@ -38,54 +38,40 @@ def _print_comparison(own: argparse.Namespace) -> None:
 
 def compare(before: list[BenchRow], after: list[BenchRow]) -> str:
     """The change of each row and contender that both files have, and the names of the others."""
-    earlier = {row.key: row for row in before}
-    later = {row.key: row for row in after}
-    both = [key for key in earlier if key in later]
-    parts = [_compare_row(earlier[key], later[key]) for key in both]
-    for name, ones, others in (("before", earlier, later), ("after", later, earlier)):
-        alone = [row.title for key, row in ones.items() if key not in others]
-        parts += [f"only {name}: {title}" for title in alone]
-    return "\n".join(["", *parts]) if parts else "\nno rows"
+    earlier, later = ({row.title: row for row in rows} for rows in (before, after))
+    lines = []
+    for title in (each for each in earlier if each in later):
+        was, now = earlier[title], later[title]
+        lines += ["", title, _LINE.format(*_HEADS).rstrip()]
+        ones, others = (
+            {result.name: result for result in row.results if result.absent is None}
+            for row in (was, now)
+        )
+        for name in dict.fromkeys([*ones, *others]):
+            if name in ones and name in others:
+                lines.append(_line(was, ones[name], now, others[name]))
+            else:
+                lines.append(f"  {name:<32}only {'before' if name in ones else 'after'}")
+    lines += [f"only before: {title}" for title in earlier if title not in later]
+    lines += [f"only after: {title}" for title in later if title not in earlier]
+    return "\n".join(lines) or "no rows"
 
 
-def _compare_row(before: BenchRow, after: BenchRow) -> str:
-    head = _LINE.format("", "us before", "after", "speed", "", "of max", "after", "peak", "saved")
-    lines = [
-        _line(result.name, before, result, after, after.result(result.name))
-        for result in before.results
-    ]
-    new = [r.name for r in after.results if before.result(r.name) is None and r.absent is None]
-    lines += [f"  {name:<28}only after" for name in new]
-    return "\n".join([before.title, head.rstrip(), *filter(None, lines)]) + "\n"
-
-
-def _line(
-    name: str, row: BenchRow, was: BenchResult, row_now: BenchRow, now: BenchResult | None
-) -> str | None:
-    """The line of a contender. None if neither run has it."""
-    gone = now is None or now.absent is not None
-    if was.absent is not None or gone:
-        if was.absent is not None and gone:
-            return None
-        return f"  {name:<28}only {'before' if gone else 'after'}"
+def _line(row: BenchRow, was: BenchResult, row_now: BenchRow, now: BenchResult) -> str:
     if was.differs is not None or now.differs is not None:
-        return f"  {name:<28}{DIFFERS} {'before' if was.differs else 'after'}"
+        return f"  {was.name:<32}{DIFFERS} {'before' if was.differs else 'after'}"
+    (first, third), (first_now, third_now) = was.quartiles, now.quartiles
     return _LINE.format(
-        name,
+        was.name,
         f"{was.median * 1e6:,.1f}",
         f"{now.median * 1e6:,.1f}",
         f"{was.median / now.median:.2f}x",
-        "~" if _overlap(was, now) else "",
+        "~" if first <= third_now and first_now <= third else "",
         f"{100 * row.share(was):.1f}%",
         f"{100 * row_now.share(now):.1f}%",
         _change(was.peak_bytes, now.peak_bytes),
         _change(was.saved_bytes, now.saved_bytes),
     ).rstrip()
-
-
-def _overlap(one: BenchResult, other: BenchResult) -> bool:
-    (first, third), (other_first, other_third) = one.quartiles, other.quartiles
-    return first <= other_third and other_first <= third
 
 
 def _change(before: int | None, after: int | None) -> str:

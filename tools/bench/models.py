@@ -1,7 +1,7 @@
 """Time whole models against those that a user would take instead, on the same tokens and in turns.
 
     make bench ARGS="--models"                                  # a look, in about a minute
-    make bench ARGS="--models --sizes goals --json models.json" # the sizes of the project's goals
+    make bench ARGS="--models --sizes goals --json models.json" # the sizes of docs/performance
     python tools/bench/models.py --sizes sequence,experts,micro-batch
     python tools/bench/models.py --device cuda --sizes gpu      # on a GPU of 80 GB
 
@@ -36,21 +36,14 @@ from moe_parallel.platform.device import keep_freed_memory
 from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
-from tools.bench.about import about
-from tools.bench.benchmark import chosen, words
-from tools.bench.clock import work_clock_of
-from tools.bench.contender import STEP, Bench, BenchContender
-from tools.bench.goal import format_verdicts, judge
-from tools.bench.measurement import Patience, measure
+from tools.bench.benchmark import about, chosen, words
+from tools.bench.measurement import STEP, Bench, BenchContender, Patience, measure, work_clock_of
 from tools.bench.peers.megatron import one_rank
-from tools.bench.results import BenchRow
-from tools.bench.sizes import SMALL
-from tools.bench.table import format_model_row, format_row
-from tools.bench.whole_models.goals import model_goals
-from tools.bench.whole_models.sizes import SIZES, ModelSize
+from tools.bench.results import BenchRow, format_row
+from tools.bench.sizes import MODEL_SIZES, SMALL, ModelSize
 
 if TYPE_CHECKING:
-    from tools.bench.whole_models.model import ModelTerms
+    from tools.bench.whole_models import ModelTerms
 
 SECONDS_OF_A_ROW = {"cpu": 20.0, "cuda": 5.0}
 KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -62,7 +55,8 @@ def main(arguments: list[str]) -> int:
     tool.add_argument("--device", choices=list(DTYPES), default="cpu",
         help="where to run (default: cpu)")  # fmt: skip
     tool.add_argument("--sizes", type=words, metavar="A,B,...", default=[SMALL],
-        help=f"of {', '.join(SIZES)}; the last three are curves (default: {SMALL})")  # fmt: skip
+        help=f"of {', '.join(MODEL_SIZES)}; the last three are curves "
+        f"(default: {SMALL})")  # fmt: skip
     tool.add_argument("--dtype", type=words, metavar="A,B,...",
         help="float32, bfloat16 (default: both; GPU: bfloat16)")  # fmt: skip
     tool.add_argument("--batches", type=int, default=1, metavar="N",
@@ -73,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
-    options.sizes = chosen("--sizes", options.sizes, list(SIZES), [SMALL])
+    options.sizes = chosen("--sizes", options.sizes, list(MODEL_SIZES), [SMALL])
     on_cpu = options.device == "cpu"
     dtypes = DTYPES[options.device]
     options.dtype = chosen("--dtype", options.dtype, dtypes, dtypes if on_cpu else dtypes[:1])
@@ -95,7 +89,6 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     return benchmark.run(
         facts,
         lambda rows: _measure_all(options, rows),
-        lambda rows: _print_verdicts(options, rows),
         options.json,
     )
 
@@ -111,20 +104,14 @@ def _kept_products(batches: int) -> dict[str, str]:
     return {KEPT_PRODUCTS: os.environ.get(KEPT_PRODUCTS, "1024")}
 
 
-def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
-    goals = [goal for dtype in options.dtype for goal in model_goals(dtype, options.sizes)]
-    if goals and options.device == "cpu":
-        print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
-
-
 def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
     """Each bench in a process of its own: Megatron-Core's hooks and oneDNN's compiled products keep
     memory for as long as a process lives, up to several GiB for a bench."""
     suppress_warnings()  # before Megatron-Core is imported
-    from tools.bench.whole_models.benches import BENCHES
+    from tools.bench.whole_models import BENCHES
 
     for name, dtype in product(options.sizes, options.dtype):
-        for size, build in product(SIZES[name], BENCHES[name]):
+        for size, build in product(MODEL_SIZES[name], BENCHES[name]):
             with ProcessPoolExecutor(1, get_context("spawn"), suppress_warnings) as pool:
                 bench = pool.submit(_measure, build, size, dtype, options)
                 try:
@@ -147,7 +134,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> list[BenchRow]:
     """Measures and prints the rows of one bench."""
-    from tools.bench.whole_models.model import ModelTerms, number_of_weights
+    from tools.bench.whole_models import ModelTerms, number_of_weights
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -162,8 +149,8 @@ def _measure(
         weights = {one.name: number_of_weights(one) for one in present}
         for row in measure(bench, clock, device, patience):
             rows.append(row)
-            of_step = row.timed == STEP
-            text = format_row(row) if of_step else format_model_row(row, size.tokens, weights)
+            of_pass = (size.tokens, weights) if row.timed != STEP else ()
+            text = format_row(row, *of_pass)
             print(f"\n{text}", flush=True)
     return rows
 

@@ -1,10 +1,10 @@
-"""The measurements as numbers: rows, their JSON, and values derived from the samples."""
+"""The measurements: rows, their JSON, values derived from the samples, and rows as text."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.reading import parse_json, read_small
 
 FORMAT = 1  # version of the JSON file's layout
+DIFFERS = "DIFFERS"
 
 
 @dataclass(frozen=True)
@@ -40,38 +41,25 @@ class BenchResult:
 
 
 @dataclass(frozen=True)
-class BenchPlace:
-    """One operator, pass, size and dtype."""
+class BenchRow:
+    """The measurements of one operator, pass, size and dtype. Ours is the first result."""
 
     op: str
     timed: str
     size: str
     dtype: str
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.op, self.timed, self.size, self.dtype
-
-    @property
-    def title(self) -> str:
-        return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
-
-
-@dataclass(frozen=True)
-class BenchRow(BenchPlace):
-    """The measurements at one place. Ours is the first result."""
-
     unit: str
     amount: float  # bytes or FLOPs that the work needs at least
     ceiling: BenchResult
     results: list[BenchResult]
 
     @property
+    def title(self) -> str:
+        return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
+
+    @property
     def ours(self) -> BenchResult:
         return self.results[0]
-
-    def result(self, name: str) -> BenchResult | None:
-        return next((result for result in self.results if result.name == name), None)
 
     def rate(self, result: BenchResult) -> float:
         """The rate in `unit`: GB/s or GFLOP/s."""
@@ -80,11 +68,6 @@ class BenchRow(BenchPlace):
     def share(self, result: BenchResult) -> float:
         """The share of the ceiling's rate; 1 is as fast as the machine copies or multiplies."""
         return times_as_fast(result, self.ceiling)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> BenchRow:
-        results = [BenchResult(**result) for result in fields["results"]]
-        return cls(**fields | {"ceiling": BenchResult(**fields["ceiling"]), "results": results})
 
 
 def times_as_fast(one: BenchResult, other: BenchResult) -> float:
@@ -106,7 +89,13 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
         content = parse_json(read_small(path))
         if content["format"] != FORMAT:
             raise InputError(f"{path} has format {content['format']}; this tool reads {FORMAT}")
-        rows = [BenchRow.from_json(row) for row in content.pop("rows")]
+        rows = [
+            BenchRow(**row | {
+                "ceiling": BenchResult(**row["ceiling"]),
+                "results": [BenchResult(**result) for result in row["results"]],
+            })
+            for row in content.pop("rows")
+        ]  # fmt: skip
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -114,3 +103,55 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
             raise
         raise InputError(f"{path} is not a file of `run.py --json`") from None
     return content, rows
+
+
+def format_row(
+    row: BenchRow, tokens: int | None = None, weights: Mapping[str, int] | None = None
+) -> str:
+    """A title, and a line for each contender that was measured.
+
+    `tokens`, `weights`: of a whole model's pass, and its parameters by contender; then the line has
+    these, and tokens instead of bytes or FLOPs.
+    """
+    scale, unit = (1e6, "us") if tokens is None else (1e3, "ms")
+    line = "  {:<32}{:>12}  {:<21}{:>9}{:>9}{:>11}{:>10}{:>10}{:>9}"
+    heads = ("of max", "our speed", "peak MiB", "saved MiB", "params" if weights else "")
+    rate = row.unit if tokens is None else "tokens/s"
+    lines = [
+        f"{row.title}   ({row.ceiling.name} {row.rate(row.ceiling):,.1f} {row.unit})",
+        line.format("", unit, "quartiles", rate, *heads).rstrip(),
+    ]
+    for result in row.results:
+        if result.absent is not None:
+            continue
+        first, third = (f"{value * scale:,.0f}" for value in result.quartiles)
+        speed = "" if result is row.ours else f"{times_as_fast(row.ours, result):.2f}x"
+        text = line.format(
+            result.name,
+            f"{result.median * scale:,.1f}",
+            f"[{first} .. {third}]",
+            f"{row.rate(result):,.1f}" if tokens is None else f"{tokens / result.median:,.0f}",
+            f"{100 * row.share(result):.1f}%",
+            speed if result.differs is None else DIFFERS,
+            *("" if amount is None else f"{amount / 2**20:,.2f}"
+              for amount in (result.peak_bytes, result.saved_bytes)),
+            f"{weights[result.name] / 1e6:.2f}M" if weights else "",
+        ).rstrip()  # fmt: skip
+        lines += [text] if result.differs is None else [text, f"    {result.differs}"]
+    return "\n".join(lines)
+
+
+def format_reasons(rows: Iterable[BenchRow]) -> str:
+    """Who was absent, and what was timed without a CUDA graph: a line for each reason."""
+    absent: dict[str, dict[str, None]] = {}
+    launched: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for result in (row.ceiling, *row.results):
+            if result.absent is not None:
+                absent.setdefault(result.absent, {})[result.name] = None
+            if result.without_graph is not None:
+                launched.setdefault(result.without_graph, {})[f"{row.op} {result.name}"] = None
+    lines = ["absent:"] * bool(absent)
+    lines += [f"  {', '.join(who)}: {reason}" for reason, who in absent.items()]
+    lines += ["timed without a CUDA graph:"] * bool(launched)
+    return "\n".join(lines + [f"  {why}: {', '.join(who)}" for why, who in launched.items()])

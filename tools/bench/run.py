@@ -1,8 +1,8 @@
 """Time every operator against its peers, on the same inputs and in turns.
 
     python tools/bench/run.py                                # a look, in about a minute
-    python tools/bench/run.py --sizes goals --json cpu.json  # the project's goals: a quarter of
-                                                             # an hour
+    python tools/bench/run.py --sizes goals --json cpu.json  # those of docs/performance, in a
+                                                             # quarter of an hour
     python tools/bench/run.py --device cuda --sizes goals --ops permute,grouped_gemm
 
 On a CPU, it uses one thread and process CPU time. docs/performance/README.md explains the columns
@@ -31,18 +31,13 @@ from moe_parallel.ops import select_backend
 from moe_parallel.platform.device import keep_freed_memory
 from moe_parallel.tool import Tool
 from tools.bench import benchmark
-from tools.bench.about import about
-from tools.bench.benchmark import chosen, words
-from tools.bench.clock import work_clock_of
-from tools.bench.goal import format_verdicts, judge
-from tools.bench.goals import goals_of
+from tools.bench.benchmark import about, chosen, words
 from tools.bench.inputs import Draw
-from tools.bench.measurement import Patience, measure
+from tools.bench.layers import BENCHES
+from tools.bench.measurement import Patience, measure, work_clock_of
 from tools.bench.peers import megatron
-from tools.bench.results import BenchRow
-from tools.bench.rows import BENCHES
+from tools.bench.results import BenchRow, format_row
 from tools.bench.sizes import ERC, GOALS, SMALL, sizes_of
-from tools.bench.table import format_row
 
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0, ERC: 15.0}
 PEERS = ("transformers", "transformer-engine")
@@ -59,7 +54,6 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     return benchmark.run(
         _about(arguments, options),
         lambda rows: _measure_all(options, rows),
-        lambda rows: _print_verdicts(options, rows),
         options.json,
     )
 
@@ -96,21 +90,11 @@ def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
-    if options.sizes == GOALS:
-        goals = [
-            goal
-            for goal in goals_of(options.device)
-            if goal.op in options.ops and goal.dtype in options.dtype
-        ]
-        print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
-
-
 def _add_flags(tool: Tool) -> None:
     add = tool.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
     add("--sizes", choices=[SMALL, GOALS, ERC], default=SMALL,
-        help="small: a quick check; goals: the sizes of the goals; erc: the layer of "
+        help="small: a quick check; goals: those of docs/performance; erc: the layer of "
         "examples/papers/erc (default: small)")  # fmt: skip
     add("--ops", type=words, metavar="A,B,...", help=f"some of {', '.join(BENCHES)} (default: all)")
     add("--dtype", type=words, metavar="A,B,...",
@@ -129,7 +113,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     default = dtypes if options.device == "cpu" else dtypes[:1]
     options.dtype = chosen("--dtype", options.dtype, dtypes, default)
     if missing := [op for op in options.ops if op not in measured]:
-        raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
+        raise InputError(f"--ops {','.join(missing)}: it has no such sizes; use --sizes {SMALL}")
     return options
 
 

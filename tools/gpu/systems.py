@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import METRICS_FILE, read_metrics
 from moe_parallel.tool import Tool, check_positive, last_line
-from tools.bench.about import ROOT
-from tools.bench.benchmark import check_device
+from tools.bench.benchmark import ROOT, check_device
 
 SYSTEMS = ROOT / "examples" / "systems"
 ON_ONE_DEVICE = (

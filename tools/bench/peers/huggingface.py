@@ -7,9 +7,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from tools.bench.contender import Absent, BenchContender, Unavailable, invite, peer_package
-from tools.bench.inputs import leaf
-from tools.bench.layer import RoutedLayerWork
+from tools.bench.inputs import RoutedLayerWork, leaf
+from tools.bench.measurement import Absent, BenchContender, Unavailable, invite, peer_package
 
 FINE_GRAINED = 16  # from this number of experts on, a size is compared with Qwen3-MoE
 

@@ -12,15 +12,14 @@ from torch.nn import functional
 
 from moe_parallel.config import Config
 from moe_parallel.platform.megatron import suppress_warnings
-from tools.bench.contender import Absent, BenchContender, Unavailable, invite
-from tools.bench.layer import RoutedLayerWork
+from tools.bench.inputs import RoutedLayerWork
+from tools.bench.measurement import Absent, BenchContender, Unavailable, invite
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_parallel.parallel import Groups
-    from tools.bench.sizes import BenchSize
-    from tools.bench.whole_models.sizes import ModelSize
+    from tools.bench.sizes import BenchSize, ModelSize
 
 NAME = "Megatron SequentialMLP"
 

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, BenchContender
-from tools.bench.inputs import leaf
-from tools.bench.layer import RoutedLayerWork
+from tools.bench.inputs import RoutedLayerWork, leaf
+from tools.bench.measurement import Absent, BenchContender
 
 GROUPED_MM = "torch grouped_mm"
 LIST_OF_EXPERTS = "list of experts"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, BenchContender, Values, invite, peer_package
+from tools.bench.measurement import Absent, BenchContender, Values, invite, peer_package
 
 PERMUTE, UNPERMUTE, GROUPED_LINEAR = "TE moe_permute", "TE moe_unpermute", "TE GroupedLinear"
 

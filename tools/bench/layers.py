@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import Ops
-from tools.bench.contender import (
+from tools.bench import operators
+from tools.bench.inputs import Draw, RoutedLayerWork, leaf
+from tools.bench.measurement import (
     BOTH,
     OURS,
     Absent,
@@ -20,8 +22,6 @@ from tools.bench.contender import (
     Products,
     Values,
 )
-from tools.bench.inputs import Draw, leaf
-from tools.bench.layer import RoutedLayerWork
 from tools.bench.peers import huggingface, megatron, torch_ops
 from tools.bench.sizes import BenchSize
 
@@ -178,3 +178,13 @@ def _twin(
     drawn = RoutedLayerWork.drawn(size, draw)
     layer = replace(drawn, x_TD=x_TD, experts_TK=experts_TK, dy_TD=dy_TD)
     return replace(layer.contender(TWIN, lambda: [_routed(layer, ours)]), answer="routed")
+
+
+BENCHES: dict[str, Callable[[BenchSize, Draw, Ops], Bench]] = {
+    bench.__name__: bench
+    for bench in (
+        operators.routing_map, operators.permute, operators.unpermute, operators.grouped_gemm,
+        operators.swiglu, operators.norm_topk, operators.expert_merge, operators.attention,
+        routed_layer, aoe_layer,
+    )
+}  # fmt: skip
