@@ -89,8 +89,10 @@ def blame(sightings: Sequence[Sighting], timeout: float) -> int:
     """The rank to blame for a job that is hung."""
     ranks = range(len(sightings))
     silent = [rank for rank in ranks if _is_silent(sightings[rank], timeout)]
-    busy = [rank for rank in ranks if _is_busy(sightings[rank])]
-    return min(silent or busy or ranks, key=lambda rank: (_order(sightings[rank]), rank))
+    beats = [seen.beat for seen in sightings]
+    busy = [rank for rank, beat in enumerate(beats) if beat is not None and not beat.waits]
+    order = [(-1, 0) if beat is None else (beat.iteration, beat.changes) for beat in beats]
+    return min(silent or busy or ranks, key=lambda rank: (order[rank], rank))
 
 
 def message(sightings: Sequence[Sighting], timeout: float) -> str:
@@ -112,19 +114,14 @@ def message(sightings: Sequence[Sighting], timeout: float) -> str:
     hangs = f"{who} hangs in {seen.beat.place}: no rank made progress for {timeout:g} s {limit}"
     if seen.beat.waits:
         hangs += "; every rank waits in a collective, and this one is furthest behind"
-    return f"{hangs}{_rest(others)}. {_stack_of(seen.beat)}"
+    stack = "Its stack did not arrive"
+    if seen.beat.stack is not None:
+        stack = "Its Python stack, the innermost call last:\n" + seen.beat.stack.rstrip("\n")
+    return f"{hangs}{_rest(others)}. {stack}"
 
 
 def _is_silent(seen: Sighting, timeout: float) -> bool:
     return seen.beat is None or seen.silent >= timeout / 2
-
-
-def _is_busy(seen: Sighting) -> bool:
-    return seen.beat is not None and not seen.beat.waits
-
-
-def _order(seen: Sighting) -> tuple[int, int]:
-    return (-1, 0) if seen.beat is None else (seen.beat.iteration, seen.beat.changes)
 
 
 def _also(silent: Sequence[int]) -> str:
@@ -143,12 +140,6 @@ def _rest(others: Mapping[int, Sighting]) -> str:
     place, count = places.most_common(1)[0]
     who = f"{count} of {len(others)} others are" if count < len(others) else "all others are"
     return f"; {who} in {place}"
-
-
-def _stack_of(beat: Beat) -> str:
-    if beat.stack is None:
-        return "Its stack did not arrive"
-    return "Its Python stack, the innermost call last:\n" + beat.stack.rstrip("\n")
 
 
 _BEATS, _LONGEST_PERIOD = 20, 5.0  # beats in a timeout; at most so many seconds between two

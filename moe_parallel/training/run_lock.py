@@ -104,7 +104,7 @@ def _check_no_file_in_the_way(folder: Path) -> None:
 
 def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
     """The lock file, and whether it could be locked; raises InputError if another run keeps it."""
-    deadline, told = time.monotonic() + patience, patience == 0
+    deadline, told = time.monotonic() + patience, False
     while True:
         file = open(path, "a+", opener=_no_link)
         try:
@@ -120,10 +120,19 @@ def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
             file.seek(0)
             holder = " ".join(file.read(300).split()) or "it has just begun"
             file.close()
+            wrong = f"--save {path.parent}: another run is writing there ({holder})"
+            if patience == 0:
+                raise InputError(f"{wrong}: end it, wait for it, or name another folder") from None
             if time.monotonic() >= deadline:
-                raise _in_use(path.parent, holder, patience) from None
+                late = f"has not ended in {patience:.0f} s: start the same command again"
+                raise Busy(f"{wrong} and {late}") from None
             if not told:
-                _tell_wait(path.parent, holder, patience)
+                print(
+                    f"--save {path.parent}: waiting for an earlier start to end ({holder}), at "
+                    f"most {patience:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             told = True
             time.sleep(_LOOK_SECONDS)
             continue
@@ -135,20 +144,6 @@ def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
 
 def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # what a link points to would be emptied
-
-
-def _in_use(folder: Path, holder: str, patience: float) -> InputError:
-    wrong = f"--save {folder}: another run is writing there ({holder})"
-    if patience == 0:
-        return InputError(f"{wrong}: end it, wait for it, or name another folder")
-    return Busy(f"{wrong} and has not ended in {patience:.0f} s: start the same command again")
-
-
-def _tell_wait(folder: Path, holder: str, patience: float) -> None:
-    message = (
-        f"--save {folder}: waiting for an earlier start to end ({holder}), at most {patience:.0f} s"
-    )
-    print(message, file=sys.stderr, flush=True)
 
 
 def _lock(file: IO[str]) -> bool:

@@ -102,7 +102,9 @@ class Stages:
             state = self._upcycled(load, engine)
             note = self._note(load, state)
         elif load is not None and self.config.checkpoint.finetune:
-            note = self._take_weights(load, engine)
+            # A new run with the weights of `load`; the optimizer copies them.
+            loaded = self.checkpoints.load(Path(load), engine.chunks, engine.optimizer, None)
+            note = f"the weights are those of {load} at iteration {loaded.iteration}"
         elif load is not None and self.config.training.skip_train:
             state = self.checkpoints.load(Path(load), engine.chunks, None, None)
         elif load is not None:
@@ -122,11 +124,6 @@ class Stages:
             before_update,
             self.token_counts,
         )
-
-    def _take_weights(self, load: str, engine: Engine) -> str:
-        """Start a new run with the weights of `load`; returns a note that names it."""
-        loaded = self.checkpoints.load(Path(load), engine.chunks, engine.optimizer, None)
-        return f"the weights are those of {load} at iteration {loaded.iteration}"
 
     def _upcycles(self, load: str) -> bool:
         moe = self.config.moe

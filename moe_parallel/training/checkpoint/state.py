@@ -51,7 +51,8 @@ def set_module_states(
             for name, value in content.items()
             if isinstance(value, ShardedObject) and value.key in loaded
         }
-        chunk.load_state_dict(states, strict=False)
+        if states:
+            chunk.load_state_dict(states, strict=False)
 
 
 def check_tensors(
