@@ -7,14 +7,8 @@ import pytest
 from moe_parallel.ops import extension
 from tests.distributed import run_distributed
 from tests.tools.running import run_tool_forked
-from tools.bench.routing import (
-    ForcedWorkload,
-    Measured,
-    Task,
-    format_workloads,
-    main,
-    measure_workloads,
-)
+from tools.bench.forced import ForcedWorkload, Measured, Task, format_workloads, measure_workloads
+from tools.bench.routing import main
 
 WORKLOADS = (
     ForcedWorkload("balanced", None),
