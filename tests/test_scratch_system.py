@@ -202,7 +202,7 @@ def test_it_is_exported_if_transformers_can_compute_it(package: Path, tmp_path: 
 
 
 def _own_probs() -> str:
-    from moe_parallel.huggingface.own_rules import rule_fields
+    from moe_parallel.huggingface.own_model import rule_fields
     from moe_parallel.layers import RoutedLayer, Rules, System, register
     from moe_parallel.selection.topk import TopK
     from moe_parallel.systems import TopKSelection
@@ -233,9 +233,13 @@ def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
 
     from moe_parallel.config import make_config
     from moe_parallel.errors import InputError
-    from moe_parallel.huggingface import own_layers, own_steps
-    from moe_parallel.huggingface.own_model import own_config_json
-    from moe_parallel.huggingface.own_model import own_steps as steps_of
+    from moe_parallel.huggingface.own_model import (
+        ExportedLayer,
+        own_config_json,
+        own_steps,
+        register_layer,
+    )
+    from moe_parallel.huggingface.tensors import routed_steps
     from moe_parallel.layers import RoutedLayer
     from moe_parallel.layers.system import System, register
 
@@ -249,13 +253,11 @@ def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
     config = make_config({"expert_selection": "mirror", "num_experts": 4, "num_layers": 1})
     with pytest.raises(InputError) as refused:
         own_config_json(config, 20, fold=False)
-    exported = own_layers.ExportedLayer(
-        lambda config: {"router_hidden_size": None}, own_steps.routed_steps
-    )
-    own_layers.register_layer(MirrorLayer, exported)
+    exported = ExportedLayer(lambda config: {"router_hidden_size": None}, routed_steps)
+    register_layer(MirrorLayer, exported)
     fields = own_config_json(config, 20, fold=False)
     assert fields["rule"] == "topk" and fields["num_experts_per_tok"] == 1
-    names = [name for step in steps_of(config, 20, fold=False) for name, _ in step.results]
+    names = [name for step in own_steps(config, 20, fold=False) for name, _ in step.results]
     return str(refused.value), [name for name in names if ".mlp." in name]
 
 

@@ -5,9 +5,9 @@
     python tools/evaluate.py --load runs/my --documents [--stride 512]
     python tools/evaluate.py --load runs/my --input mine.jsonl
 
-Every rank has a complete model, unless flags of pretrain_gpt_moe.py divide it:
---nproc-per-node 8 --expert-model-parallel-size 4. The tool accepts the flags of that program and
-of its launcher. Tasks need `pip install moe-parallel[evaluation]`.
+Every rank has a complete model and a share of the work. For text, flags of pretrain_gpt_moe.py may
+divide the model: --nproc-per-node 8 --expert-model-parallel-size 4. The tool accepts the flags of
+that program and of its launcher. Tasks need `pip install moe-parallel[evaluation]`.
 """
 
 from __future__ import annotations

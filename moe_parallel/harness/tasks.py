@@ -6,11 +6,11 @@ import difflib
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +199,14 @@ def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any] | None:
 
 @contextmanager
 def _bars_of_rank_0() -> Iterator[None]:
-    """In this context, progress bars that do not say otherwise are shown on the terminal alone."""
+    """In this context, progress bars are shown on a terminal alone, by rank 0."""
     plain = tqdm.__init__
-    hidden = None if int(os.environ.get("RANK", 0)) == 0 else True
-    tqdm.__init__ = partialmethod(plain, disable=hidden)
+    hidden = int(os.environ.get("RANK", 0)) > 0 or not sys.stderr.isatty()
+
+    def begin(bar: Any, *arguments: Any, **options: Any) -> None:
+        plain(bar, *arguments, **options | ({"disable": True} if hidden else {}))
+
+    tqdm.__init__ = begin
     try:
         yield
     finally:

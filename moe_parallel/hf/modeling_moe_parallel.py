@@ -1,17 +1,20 @@
 """The models of moe_parallel for transformers 5, in inference. They need torch and transformers.
 
-tools/export_hf.py copies this file, and the files from which it imports, next to the weights, for
+tools/export_hf.py copies this file and configuration_moe_parallel.py next to the weights, for
 `trust_remote_code`. `import moe_parallel.hf` registers the same classes. vLLM's transformers
 backend replaces attention, linear layers and the modules `experts` whose parameters are all
 3-dimensional; the selection stays here.
 
 Shape suffixes: B sequences, S tokens of each, T = B * S, E experts, K slots per token, D model
-width, R low-rank size (d_low).
+width, R low-rank size (d_low) or routing neurons of an expert, H router width, G groups of experts,
+M experts of a group, Z free experts, C constant experts, A the two parts of their output, V token
+ids. In scores, E includes the free experts, which come last.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +26,600 @@ from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-# All files of the model are named here, because transformers copies those that this one names.
-from .attention_moe_parallel import (
-    MoeParallelAttention,
-    MoeParallelRMSNorm,
-    MoeParallelRotaryEmbedding,
-)
 from .configuration_moe_parallel import MoeParallelConfig
-from .experts_moe_parallel import (
-    MoeParallelFreeExperts,
-    MoeParallelLowRankExperts,
-    MoeParallelMergedExperts,
-    MoeParallelMLP,
-)
-from .gates_moe_parallel import GATES, NORMALIZED, MoeParallelGate
+
+
+class MoeParallelRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in fp32."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * x).to(hidden_states.dtype)
+
+
+class MoeParallelRotaryEmbedding(nn.Module):
+    """cos and sin of the positions' angles, [B, S, head_dim]."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        assert config.rope_parameters is not None
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        frequencies = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = frequencies(config)
+        # `original_inv_freq`: transformers then fills both when it loads a model.
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: MoeParallelConfig, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, float]:
+        assert config.rope_parameters is not None
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+    @torch.no_grad()
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = torch.cat([angles, angles], dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, heads, S, head_dim] at its positions; channel i turns with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(Q K^T * scaling + mask) V, for groups of queries that share a key."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    weights = logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class MoeParallelAttention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, config: MoeParallelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling, self.is_causal = config.head_dim**-0.5, True
+        d, bias = config.hidden_size, config.attention_bias
+        q_width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(d, q_width, bias=bias)
+        self.k_proj = nn.Linear(d, kv_width, bias=bias)
+        self.v_proj = nn.Linear(d, kv_width, bias=bias)
+        self.o_proj = nn.Linear(q_width, d, bias=False)
+        self.norms_all_heads = config.qk_norm == "all"
+        widths = {"all": (q_width, kv_width), "head": (config.head_dim, config.head_dim)}
+        self.q_norm = self.k_norm = None
+        if config.qk_norm is not None:
+            self.q_norm, self.k_norm = (
+                MoeParallelRMSNorm(width, config.rms_norm_eps) for width in widths[config.qk_norm]
+            )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.norms_all_heads and getattr(self.q_proj, "tp_size", 1) > 1:  # a layer of vLLM
+            raise ValueError(
+                "the norm of queries and keys spans all heads, and vLLM divides the heads over its "
+                f"ranks: set tensor_parallel_size to 1 instead of {self.q_proj.tp_size}"
+            )
+        query = _rotated(self._heads(self.q_proj(hidden_states), self.q_norm), *position_embeddings)
+        key = _rotated(self._heads(self.k_proj(hidden_states), self.k_norm), *position_embeddings)
+        value = self._heads(self.v_proj(hidden_states), None)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+    def _heads(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """[B, S, heads * head_dim] -> [B, heads, S, head_dim]"""
+        if norm is not None and self.norms_all_heads:
+            x = norm(x)
+        x = x.view(*x.shape[:-1], -1, self.head_dim)
+        if norm is not None and not self.norms_all_heads:
+            x = norm(x)
+        return x.transpose(1, 2)
+
+
+#: From the scores of the chosen experts to weights that sum to 1 over them.
+NORMALIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda scores_TK: scores_TK.softmax(dim=-1),
+    # In logarithms, because every sigmoid rounds to 0 if all scores are far below 0.
+    "sigmoid": lambda scores_TK: F.logsigmoid(scores_TK).softmax(dim=-1),
+}
+#: From the scores of all experts to weights that do not depend on the choice.
+WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda scores_TE: scores_TE.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "raw": lambda scores_TE: scores_TE,
+}
+
+#: The same for a rule that adds a bias to the scores (then called values) and compares them with a
+#: threshold: from scores, values and whether an expert is chosen, all [T, E].
+OF_VALUES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda scores, values, chosen: scores.softmax(dim=-1),
+    "sigmoid": lambda scores, values, chosen: torch.sigmoid(scores),
+    "sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values),
+    "raw_value": lambda scores, values, chosen: values,
+    "softmax_of_chosen": lambda scores, values, chosen: values.masked_fill(
+        ~chosen, torch.finfo(values.dtype).min
+    ).softmax(dim=-1),
+}
+
+Chosen = tuple[torch.Tensor, torch.Tensor]  # weights (fp32) and experts, both [T, K]
+
+
+def greatest(values: torch.Tensor, k: int, ties: torch.Tensor | None = None) -> torch.Tensor:
+    """The K largest of each row; of equal values the one with the larger `ties`, then the first."""
+    if ties is not None:
+        order = ties.sort(dim=-1, descending=True, stable=True).indices
+        return order.gather(1, greatest(values.gather(1, order), k))
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+class TopK:
+    """The experts with the K highest scores, perhaps after a bias, perhaps of the best groups."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.k, self.groups, self.chosen_groups = (
+            config.num_experts_per_tok, config.n_group, config.topk_group
+        )  # fmt: skip
+        self.weight = WHOLE[config.scoring_func]
+        self.normalized = NORMALIZED[config.scoring_func] if config.norm_topk_prob else None
+        self.by_probability = config.scores == "router"
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        if bias_E is None and self.groups is None:
+            return self.of(scores_TE, greatest(scores_TE, self.k))
+        ranked_TE, ties_TE = scores_TE, None
+        if self.by_probability:  # which may saturate
+            ranked_TE, ties_TE = self.weight(scores_TE), scores_TE
+        if bias_E is not None:
+            ranked_TE = ranked_TE + bias_E
+        if self.groups is not None:
+            ranked_TE = self._of_best_groups(ranked_TE, scores_TE)
+        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
+
+    def of(self, scores_TE: torch.Tensor, index_TK: torch.Tensor) -> Chosen:
+        """The weights of given experts."""
+        if self.normalized is not None:
+            return self.normalized(scores_TE.gather(1, index_TK)), index_TK
+        return self.weight(scores_TE).gather(1, index_TK), index_TK
+
+    def _of_best_groups(self, ranked_TE: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
+        """-inf for experts of other groups. A group counts by its best K / topk_group experts."""
+        assert self.groups is not None and self.chosen_groups is not None
+        ranked_TGM, scores_TGM = (x.unflatten(1, (self.groups, -1)) for x in (ranked_TE, scores_TE))
+        value_TG, score_TG = (
+            x.topk(max(1, self.k // self.chosen_groups), dim=2).values.sum(dim=2)
+            for x in (ranked_TGM, scores_TGM)
+        )
+        groups = greatest(value_TG, self.chosen_groups, score_TG)
+        others_TG = torch.ones_like(value_TG, dtype=torch.bool).scatter(1, groups, False)
+        return ranked_TGM.masked_fill(others_TG[..., None], -torch.inf).flatten(1)
+
+
+class TopP:
+    """The most probable experts until their probabilities reach p; other slots have weight 0."""
+
+    ROUNDING = 1e-6  # fp32 probabilities sum to 1 only within it
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.p, self.cap = config.moe_top_p, config.num_experts_per_tok
+        self.inclusive = config.moe_top_p_strict or config.moe_top_p == 1
+        self.renormalizes = config.norm_topk_prob
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        index_TK = greatest(scores_TE, scores_TE.shape[-1])
+        weights_TK = scores_TE.softmax(dim=-1).gather(1, index_TK)
+        before_TK = weights_TK.double().cumsum(dim=-1) - weights_TK.double()
+        if self.inclusive:
+            needed_TK = before_TK <= self.p + self.ROUNDING
+        else:
+            needed_TK = before_TK < self.p - self.ROUNDING
+        needed_TK = needed_TK | (before_TK == 0)  # at least one
+        weights_TK = (weights_TK * needed_TK)[:, : self.cap]
+        if self.renormalizes:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK, index_TK[:, : self.cap]
+
+
+class Threshold:
+    """The experts whose value, score plus bias, is above the threshold.
+
+    Each expert has a slot; those that are not chosen have weight 0.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.threshold, self.weight = config.threshold, OF_VALUES[config.scoring_func]
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        assert bias_E is not None
+        values_TE = scores_TE + bias_E
+        chosen_TE = values_TE > self.threshold
+        weights_TE = self.weight(scores_TE, values_TE, chosen_TE)
+        index_E = torch.arange(scores_TE.shape[-1], device=scores_TE.device)
+        return weights_TE * chosen_TE, index_E.expand_as(scores_TE)
+
+
+class ReLU:
+    """Every expert with a positive score, which is its weight; other slots have weight 0."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.slots = config.num_experts_per_tok
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        index_TK = greatest(scores_TE, self.slots)
+        return F.relu(scores_TE).gather(1, index_TK), index_TK
+
+
+RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {
+    "topk": TopK,
+    "top_p": TopP,
+    "relu": ReLU,
+    "threshold": Threshold,
+    "hash": TopK,  # of what a table has chosen
+}
+
+
+class Selected(NamedTuple):
+    """The choice for T tokens, and what a gate computed for it that others use too."""
+
+    scores_TE: torch.Tensor  # fp32
+    weights_TK: torch.Tensor  # fp32
+    index_TK: torch.Tensor
+    c_TER: torch.Tensor | None = None  # x W_down, for low-rank experts
+    output_TD: torch.Tensor | None = None  # of routing neurons; it is added to the experts'
+
+
+class MoeParallelGate(nn.Module):
+    """Selects experts by scores. vLLM leaves it alone, because no parameter is named `weight`."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        self.choose = RULES[config.rule](config)
+        self.num_experts = config.num_experts
+        self.expert_bias = None  # no buffer, because vLLM loads parameters only
+        if config.expert_bias:
+            bias_E = torch.zeros(config.num_experts + config.free_experts, dtype=torch.float32)
+            self.expert_bias = nn.Parameter(bias_E, requires_grad=False)
+        self.expert_table = None
+        if config.rule == "hash":
+            shape = config.vocab_size, config.num_experts_per_tok
+            table_VK = torch.zeros(shape, dtype=torch.int64)
+            self.expert_table = nn.Parameter(table_VK, requires_grad=False)
+        self.computes_c = config.low_rank_size is not None and not config.folded
+        self.w_down = None
+        if self.computes_c or config.scores == "norms":
+            assert config.low_rank_size is not None
+            rows = config.num_experts * config.low_rank_size
+            self.w_down = nn.Parameter(torch.empty(rows, config.hidden_size))
+
+    def forward(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> Selected:
+        """From [T, D], and ids [T] if a table chooses by them."""
+        c_TER = None
+        if self.w_down is not None:
+            c_TER = F.linear(hidden_states, self.w_down).unflatten(-1, (self.num_experts, -1))
+        scores_TE = self.scores(hidden_states, c_TER)
+        chosen = self.choice(scores_TE, token_ids)
+        return Selected(scores_TE, *chosen, c_TER=c_TER if self.computes_c else None)
+
+    def choice(self, scores_TE: torch.Tensor, ids_T: torch.Tensor | None) -> Chosen:
+        """By the rule, or by the table."""
+        if self.expert_table is None:
+            return self.choose(scores_TE, self.expert_bias)
+        assert ids_T is not None, "the model passes no token ids"
+        _check_exact(self.expert_table, self.num_experts)
+        return self.choose.of(scores_TE, self.expert_table[ids_T].long())
+
+    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
+        """The scores of the experts, [T, E], in fp32."""
+        raise NotImplementedError
+
+
+def _check_exact(table_VK: torch.Tensor, num_experts: int) -> None:
+    """vLLM gives every parameter the dtype of the model, also a table of integers."""
+    dtype = table_VK.dtype
+    if dtype.is_floating_point and num_experts > 2 / torch.finfo(dtype).eps:
+        raise ValueError(
+            f"a table of {num_experts} experts is not exact in {dtype}: serve the model in float32"
+        )
+
+
+class MoeParallelNormGate(MoeParallelGate):
+    """Autonomy-of-Experts: the norm of C = x W_down, for every expert.
+
+    A free expert has no C. Its score is a number, the same for all tokens.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__(config)
+        self.free_scores = None
+        if config.free_experts:
+            self.free_scores = nn.Parameter(torch.empty(config.free_experts, dtype=torch.float32))
+
+    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
+        assert c_TER is not None
+        norms_TE = torch.linalg.vector_norm(c_TER.float(), dim=-1)
+        if self.free_scores is None:
+            return norms_TE
+        free_TZ = self.free_scores.float().expand(norms_TE.shape[0], -1)
+        return torch.cat([norms_TE, free_TZ], dim=1)
+
+
+class MoeParallelRouter(MoeParallelGate):
+    """Logits of one linear layer or two, without biases, in fp32."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__(config)
+        e, d = config.num_experts + config.free_experts, config.hidden_size
+        h = config.router_hidden_size
+        self.router_in = None if h is None else nn.Parameter(torch.empty(h, d))
+        self.router_out = nn.Parameter(torch.empty(e, d if h is None else h))
+
+    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
+        h_TH = x_TD.float()
+        if self.router_in is not None:
+            h_TH = F.linear(h_TH, self.router_in.float())
+        return F.linear(h_TH, self.router_out.float())
+
+
+#: From x W_g and the activations of routing neurons to what their norm is taken of.
+NORM_NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "activation": lambda gate, activation: activation,
+    "silu": lambda gate, activation: F.silu(gate),
+    "gate": lambda gate, activation: gate,
+}
+
+
+class MoeParallelNeuronGate(MoeParallelGate):
+    """Union-of-Experts: the norm of the first neurons of each expert, whose output is kept.
+
+    Together they are a SwiGLU layer of width E * R that computes every token.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__(config)
+        assert config.routing_neurons is not None
+        width = config.num_experts * config.routing_neurons
+        self.neurons_in = nn.Parameter(torch.empty(2 * width, config.hidden_size))  # W_g above W_p
+        self.neurons_out = nn.Parameter(torch.empty(config.hidden_size, width))
+        self.node, self.weighs_output = NORM_NODES[config.norm_of], config.gate_routing
+
+    def forward(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> Selected:
+        """From [T, D]."""
+        halves = F.linear(hidden_states, self.neurons_in).chunk(2, dim=-1)
+        gate_TER, up_TER = (x.unflatten(-1, (self.num_experts, -1)) for x in halves)
+        u_TER = (F.silu(gate_TER.float()) * up_TER.float()).to(gate_TER.dtype)
+        scores_TE = torch.linalg.vector_norm(self.node(gate_TER, u_TER).float(), dim=-1)
+        weights_TK, index_TK = self.choice(scores_TE, token_ids)
+        if self.weighs_output:
+            weight_TE = torch.ones_like(scores_TE).scatter(1, index_TK, weights_TK)
+            u_TER = u_TER * weight_TE[..., None].to(u_TER.dtype)
+        output_TD = F.linear(u_TER.flatten(1), self.neurons_out)
+        return Selected(scores_TE, weights_TK, index_TK, output_TD=output_TD)
+
+
+GATES = {
+    "router": MoeParallelRouter,
+    "norms": MoeParallelNormGate,
+    "neurons": MoeParallelNeuronGate,
+}
+
+
+class MoeParallelMLP(nn.Module):
+    """A dense SwiGLU layer: (SiLU(x W_g) * (x W_p)) W_o."""
+
+    def __init__(self, config: MoeParallelConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoeParallelFreeExperts(nn.Module):
+    """Experts without matrices: 0, the input x, or a_1 x + a_2 v, (a_1, a_2) = softmax(x W_c^T).
+
+    Their scores are the last: those of zero experts, then copies, then constant experts (MoE++).
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        self.num_experts, self.number = config.num_experts, config.free_experts
+        self.zero_experts = config.zero_experts
+        self.renormalizes = config.zero_expert_gate == "renormalize"
+        self.copies = slice(self.zero_experts, self.zero_experts + config.copy_experts)
+        self.constants = slice(self.copies.stop, self.number)
+        self.w_constant = self.v_constant = None
+        if config.constant_experts:
+            c, d = config.constant_experts, config.hidden_size
+            self.w_constant = nn.Parameter(torch.empty(c, 2, d))
+            self.v_constant = nn.Parameter(torch.empty(c, d))
+
+    def forward(
+        self, x_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The choices of the other experts, their weights, and the output of the free ones."""
+        free_TK = index_TK - self.num_experts + 1  # from 1
+        if self.renormalizes:
+            is_zero_TK = (free_TK > 0) & (free_TK <= self.zero_experts)
+            weights_TK = weights_TK.masked_fill(is_zero_TK, 0)
+            sums_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            weights_TK = weights_TK / (sums_T1 + (sums_T1 == 0))
+        weights_TZ = weights_TK.new_zeros(x_TD.shape[0], 1 + self.number)  # 0: others
+        weights_TZ = weights_TZ.scatter_add(1, free_TK.clamp(min=0), weights_TK)[:, 1:]
+        # Kernels want an expert in each slot, so a free choice becomes any of them with weight 0.
+        others_TK = weights_TK.masked_fill(free_TK > 0, 0)
+        return index_TK % self.num_experts, others_TK, self._output(x_TD, weights_TZ)
+
+    def _output(self, x_TD: torch.Tensor, weights_TZ: torch.Tensor) -> torch.Tensor:
+        share_T = weights_TZ[:, self.copies].sum(dim=-1)  # of x
+        if self.w_constant is None or self.v_constant is None:
+            return (x_TD * share_T[:, None]).to(x_TD.dtype)
+        logits_TCA = torch.einsum("td,cad->tca", x_TD.float(), self.w_constant.float())
+        weights_TC = weights_TZ[:, self.constants]
+        of_x_TC, of_v_TC = (weights_TC[..., None] * logits_TCA.softmax(dim=-1)).unbind(-1)
+        share_T = share_T + of_x_TC.sum(dim=-1)
+        constant_TD = of_v_TC.to(self.v_constant.dtype) @ self.v_constant
+        return (x_TD * share_T[:, None] + constant_TD).to(x_TD.dtype)
+
+
+class MoeParallelLowRankExperts(nn.Module):
+    """E(x) = (SiLU(C W_up) * (x W_p)) W_o, with C = x W_down from the gate.
+
+    The W_up of all experts are one 2-dimensional matrix, so that vLLM does not take the module for
+    SwiGLU experts. It then computes with this forward pass.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        assert config.low_rank_size is not None
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.num_experts = e
+        self.gate_proj = nn.Parameter(torch.empty(e * f, config.low_rank_size))
+        self.up_proj = nn.Parameter(torch.empty(e, f, d))
+        self.down_proj = nn.Parameter(torch.empty(e, d, f))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        low_rank_states: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, D], [T, K], [T, K], C [T, E, R] -> [T, D]"""
+        y_TD = torch.zeros_like(hidden_states)
+        gates = self.gate_proj.chunk(self.num_experts)
+        for expert in range(self.num_experts):
+            weight_T = (top_k_weights * (top_k_index == expert)).sum(dim=-1)
+            if torch.compiler.is_compiling():  # all tokens, because no size may depend on data
+                token: Any = slice(None)
+            else:
+                token = weight_T.nonzero()[:, 0]
+            gate = F.silu(F.linear(low_rank_states[token, expert], gates[expert]))
+            up = F.linear(hidden_states[token], self.up_proj[expert])
+            y = F.linear(gate * up, self.down_proj[expert]) * weight_T[token, None]
+            y_TD[token] += y.to(y_TD.dtype)
+        return y_TD
+
+
+class MoeParallelMergedExperts(nn.Module):
+    """Lory: one SwiGLU expert for each sequence, the weighted sum of all experts' matrices."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.config = config
+        self.router_out = nn.Parameter(torch.empty(e, d))
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * f, d))
+        self.down_proj = nn.Parameter(torch.empty(e, d, f))
+
+    def merge(
+        self, prompt: torch.Tensor, is_token_BS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The merged expert of each prompt [B, S, D], by the mean of its tokens."""
+        counts_BS = torch.ones_like(prompt[..., 0], dtype=torch.float32)
+        if is_token_BS is not None:
+            counts_BS = is_token_BS.to(counts_BS)
+        if self.config.prefix_length is not None:
+            counts_BS = counts_BS * (counts_BS.cumsum(dim=1) <= self.config.prefix_length)
+        mean_BD = (prompt.float() * counts_BS[..., None]).sum(dim=1)
+        mean_BD = mean_BD / counts_BS.sum(dim=1, keepdim=True)
+        return self._merged(F.linear(mean_BD, self.router_out.float()).softmax(dim=-1))
+
+    def _merged(self, e_BE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, down = (
+            torch.einsum("be,eij->bij", e_BE, matrix.float()).to(matrix.dtype)
+            for matrix in (self.gate_up_proj, self.down_proj)
+        )
+        return gate_up, down
+
+    def forward(
+        self, hidden_states: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """[B, S, D] through the merged expert of each sequence."""
+        gate, up = (hidden_states @ merged[0].transpose(1, 2)).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ merged[1].transpose(1, 2)
+
+    def by_segments(self, x_BSD: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
+        """[B, S, D], each segment through the merge of the one before it."""
+        assert self.config.segment_length is not None
+        y_BSD = torch.zeros_like(x_BSD)
+        for row, x_SD in enumerate(x_BSD):
+            places = torch.arange(len(x_SD), device=x_SD.device)
+            if is_token_BS is not None:
+                places = places[is_token_BS[row].bool()]
+            before = None
+            for segment in places.split(self.config.segment_length):
+                if before is None and self.config.uniform_first_segment:
+                    e_BE = self.router_out.new_full((1, len(self.router_out)), 1.0).float()
+                    merged = self._merged(e_BE / e_BE.sum())
+                else:
+                    merged = self.merge(x_SD[None, segment if before is None else before], None)
+                y_BSD[row, segment] = self(x_SD[None, segment], merged)[0]
+                before = segment
+        return y_BSD
 
 
 # In this file, because transformers looks for the decorator in the source of the models.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_parallel.config import Config
-from moe_parallel.huggingface.own_layers import EARLIER_TOKENS, exported_layer
-from moe_parallel.huggingface.own_model import ARCHITECTURE
-from moe_parallel.huggingface.own_steps import folded_width, routing_neurons
+from moe_parallel.huggingface.own_model import ARCHITECTURE, EARLIER_TOKENS, exported_layer
+from moe_parallel.huggingface.tensors import folded_width, routing_neurons
 from moe_parallel.telemetry.metrics import MetricsLine
 
 

@@ -17,11 +17,9 @@ from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import GENERATION_FILE, Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, export_notes, model_card
-from moe_parallel.huggingface.configuration import fields_of
-from moe_parallel.huggingface.families import FAMILIES, Family
+from moe_parallel.huggingface.families import FAMILIES, Family, fields_of
 from moe_parallel.huggingface.own_model import ARCHITECTURE, CODE, own_config_json, own_steps
-from moe_parallel.huggingface.own_steps import low_rank_size
-from moe_parallel.huggingface.steps import Step, plain_steps
+from moe_parallel.huggingface.tensors import Step, low_rank_size, plain_steps
 from moe_parallel.huggingface.tokenizer import write_tokenizer
 from moe_parallel.huggingface.weights import (
     Written,

@@ -6,24 +6,112 @@ both ways. Nothing here needs transformers, a model, or a world.
     family = family_of_folder(fields)             # import
     config = make_config(options_of(family, fields))
 
-    family = family_of_model(config)              # export; InputError: none is equal
-    config_json = fields_of(family, config, vocab_size, dtype="bfloat16", eos_token_id=2)
-
-    for place in family.places(config, vocab_size):
-        part = place.form.join([theirs[name] for name in place.names])      # import
-        theirs |= zip(place.names, place.form.split(part))                  # export
+    config_json = fields_of(family, config, vocab_size, dtype="bfloat16", eos_token_id=2)   # export
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, ModelConfig
+from moe_parallel.config.message import shown
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.fields import Fields
-from moe_parallel.huggingface.places import ExpertNames, TensorPlace, plain
+from moe_parallel.huggingface.tensors import ExpertNames, TensorPlace, plain
+from moe_parallel.reading import read_json
 from moe_parallel.systems import TopKSelection
+
+#: Stands for "the field must be there".
+NEEDED = object()
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a config.json. Each method raises InputError for a wrong value.
+
+    A field that is null counts as absent, as in transformers.
+    """
+
+    file: Path
+    values: Mapping[str, Any]
+
+    def integer(self, *names: str, default: Any = NEEDED, least: int = 1) -> Any:
+        """An integer of at least `least`: the first of `names` that is there."""
+        name, value = self._first(names, default)
+        if value is default:
+            return default
+        if type(value) is not int or value < least:
+            raise self.wrong(name, f"an integer of at least {least}")
+        return value
+
+    def number(self, name: str, default: Any = NEEDED) -> float:
+        """A number."""
+        _, value = self._first((name,), default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def truth(self, name: str, default: bool) -> bool:
+        """true or false."""
+        _, value = self._first((name,), default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """A text."""
+        _, value = self._first((name,), default)
+        if not isinstance(value, str | None):
+            raise self.wrong(name, "a text")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; [] if it is absent. One integer counts as a list of it."""
+        _, value = self._first((name,), [])
+        several = value if isinstance(value, list) else [value]
+        if not all(type(each) is int for each in several):
+            raise self.wrong(name, "a list of integers")
+        return several
+
+    def part(self, name: str) -> Fields:
+        """A field that has fields itself; an absent one has none."""
+        _, value = self._first((name,), {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(self.file, value)
+
+    def refuse(self, name: str, accepted: tuple[Any, ...], why: str) -> None:
+        """Raise InputError unless the field is absent or one of `accepted`."""
+        value = self.values.get(name)
+        if value is not None and value not in accepted:
+            raise InputError(f"{self.file}: {name} is {shown(value)}: {why}")
+
+    def wrong(self, name: str, expected: str) -> InputError:
+        """The error of a field whose value is not as expected."""
+        return InputError(
+            f"{self.file}: {name} is {shown(self.values.get(name))}: it must be {expected}"
+        )
+
+    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for name in names:
+            if self.values.get(name) is not None:
+                return name, self.values[name]
+        if default is NEEDED:
+            raise InputError(f"{self.file}: it has no {names[0]}: take the model's own config.json")
+        return names[0], default
+
+
+def read_fields(file: Path) -> Fields:
+    """The fields of a config.json. Raises InputError for a file that is missing or damaged."""
+    if not file.exists():
+        raise InputError(f"{file}: there is no such file: name a folder that save_pretrained wrote")
+    values = read_json(file, ": fetch it again")
+    if not isinstance(values, dict):
+        raise InputError(f"{file} is not a configuration: it is not a JSON object")
+    return Fields(file, values)
 
 
 @dataclass(frozen=True)
@@ -191,13 +279,248 @@ def family_of_folder(fields: Fields) -> Family:
     raise InputError(f"{fields.file}: model_type is {model_type[:40]}: it must be one of {known}")
 
 
-def family_of_model(config: Config) -> Family:
-    """The family that computes the same as a model. Raises InputError if there is none."""
-    lacking = []
-    for family in FAMILIES:
-        lack = family.lacks(config)
-        if lack is None:
-            return family
-        if (family.experts is None) == (config.moe.num_experts is None):
-            lacking.append(f"{family.architecture} has no {lack}")
-    raise InputError(f"no plain architecture computes the same: {'; '.join(lacking)}")
+#: Fields that change what a model computes in a way that ours does not: the values that do not.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "only silu is known"),
+    "attention_bias": ((False,), "a bias of the output projection is not known"),
+    "mlp_bias": ((False,), "biases of feed-forward layers are not known"),
+    "clip_qkv": ((), "clipped queries, keys and values are not known"),
+    "quantization_config": ((), "quantized weights are not known: save the model in bf16"),
+    "partial_rotary_factor": ((1, 1.0), "every channel of a head must be turned"),
+    "is_causal": ((True,), "tokens that see later ones are not known"),
+    "per_layer_config": (({},), "layers of different shapes are not known"),
+    "transformers_weights": ((), "the weights must be in the files of save_pretrained"),
+}
+
+#: The numbers of Llama 3.1's RoPE that Megatron-Core has as constants.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def options_of(family: Family, fields: Fields) -> dict[str, Any]:
+    """Our options, by name as in `make_config`, for a config.json of a family.
+
+    Raises InputError for a model that ours cannot compute.
+    """
+    for name, (accepted, why) in _REFUSED.items():
+        fields.refuse(name, accepted, why)
+    vocab_size = fields.integer("vocab_size")
+    heads = fields.integer("num_attention_heads")
+    layers = fields.integer("num_hidden_layers")
+    length = _length(family, fields)
+    if layers > 10_000:  # before lists of the layers are made
+        raise fields.wrong("num_hidden_layers", "at most 10000")
+    options = {
+        "num_layers": layers,
+        "hidden_size": fields.integer("hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": fields.integer("num_key_value_heads", default=heads),
+        "kv_channels": _head_width(family, fields),
+        "qk_layernorm": family.qk_layernorm,
+        "qk_layernorm_all_heads": family.qk_layernorm_all_heads,
+        "add_qkv_bias": _qkv_bias(family, fields),
+        "ffn_hidden_size": fields.integer("intermediate_size"),
+        "norm_epsilon": fields.number("rms_norm_eps", family.norm_epsilon),
+        **_rope(family, fields),
+        "untie_embeddings_and_output_weights": not fields.truth("tie_word_embeddings", False),
+        # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
+        "make_vocab_size_divisible_by": math.gcd(vocab_size, 128),
+        "vocab_size": vocab_size,
+        "seq_length": length,
+        "max_position_embeddings": length,
+        "bf16": fields.text("dtype", fields.text("torch_dtype")) == "bfloat16",
+    }
+    std = fields.number("initializer_range", 0.02)
+    if std > 0:
+        options["init_method_std"] = std
+    if family.experts is not None:
+        options |= _experts(family.experts, fields, layers)
+    return options
+
+
+def fields_of(
+    family: Family,
+    config: Config,
+    vocab_size: int,
+    *,
+    dtype: str = "float32",
+    bos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
+) -> dict[str, Any]:
+    """The config.json of a model of ours that `family` computes.
+
+    Args:
+        vocab_size: of the tensors that are written, without our padding.
+        dtype: of the tensors that are written, by torch's name.
+        bos_token_id, eos_token_id: of the tokenizer; several tokens may end a text.
+    """
+    model = config.model
+    fields: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.positions,
+        "initializer_range": model.init_method_std,
+        "rms_norm_eps": model.norm_epsilon,
+        # transformers 5 reads rope_parameters, earlier versions the others.
+        **rope_fields(model),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+        "dtype": dtype,
+    }
+    if family.head_width:
+        fields["head_dim"] = model.head_width
+    if family.qkv_bias_field is not None:
+        fields[family.qkv_bias_field] = model.add_qkv_bias
+    if family.experts is not None:
+        fields |= _expert_fields(family.experts, config)
+    return fields
+
+
+def _head_width(family: Family, fields: Fields) -> int | None:
+    """--kv-channels; None: the quotient of the sizes."""
+    width: int | None = fields.integer("head_dim", default=family.default_head_width)
+    quotient, rest = divmod(fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+    if width is None or (width == quotient and rest == 0):
+        return None
+    return width
+
+
+def _qkv_bias(family: Family, fields: Fields) -> bool:
+    default = family.qkv_bias[0]
+    field = family.qkv_bias_field
+    return default if field is None else fields.truth(field, default)
+
+
+def _rope(family: Family, fields: Fields) -> dict[str, Any]:
+    """The options of RoPE. A rope_scaling that is not empty wins over rope_parameters."""
+    rope = fields.part("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    for name in ("rope_type", "type"):
+        rope.refuse(name, ("default", "llama3"), "only default and llama3 are known")
+    rope.refuse("partial_rotary_factor", (1, 1.0), "every channel of a head must be turned")
+    theta = rope.number("rope_theta", fields.number("rope_theta", family.rope_theta))
+    if theta < 1 or theta != int(theta):
+        raise InputError(f"{fields.file}: rope_theta is {theta}: it must be a whole number")
+    options: dict[str, Any] = {"rotary_base": int(theta)}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if rope.text("rope_type", rope.text("type")) == "llama3":
+        # As in transformers: a field of config.json itself wins, and max_position_embeddings stands
+        # in for a missing one.
+        length = "original_max_position_embeddings"
+        given = {name: value for name, value in fields.values.items() if name == length}
+        rope = Fields(fields.file, {length: _positions(fields)} | {**rope.values} | given)
+        for name, value in _LLAMA3.items():
+            rope.number(name)
+            rope.refuse(name, (value,), f"only {value} is known")
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+        known |= {"factor", *_LLAMA3}
+    for name in sorted(rope.values.keys() - known):
+        raise rope.wrong(name, "absent: it is not known")
+    return options
+
+
+def rope_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of RoPE, for transformers 5 and for earlier versions."""
+    theta = {"rope_theta": float(model.rotary_base)}
+    if not model.use_rope_scaling:
+        return theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor} | _LLAMA3
+    return theta | {"rope_scaling": scaling, "rope_parameters": scaling | theta}
+
+
+def _positions(fields: Fields) -> int:
+    length: int = fields.integer("max_position_embeddings", default=2048)
+    return length
+
+
+def _length(family: Family, fields: Fields) -> int:
+    """--seq-length: the positions that the model knows, or fewer, so that no window shows."""
+    kinds = fields.values.get("layer_types") or []
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.wrong("layer_types", "of full_attention and sliding_attention")
+    windows = [_positions(fields), fields.integer("attention_chunk_size", default=None)]
+    if not family.may_slide or fields.truth("use_sliding_window", False):
+        by_default = 4096 if family.may_slide and "sliding_window" not in fields.values else None
+        windows.append(fields.integer("sliding_window", default=by_default))
+    return min(window for window in windows if window is not None)
+
+
+def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
+    k = fields.integer("num_experts_per_tok")
+    normed = experts.renormalizes
+    if normed is None:
+        normed = fields.truth("norm_topk_prob", False)
+    if k == 1 and normed:
+        raise InputError(
+            f"{fields.file}: num_experts_per_tok is 1 and its probability is renormalized to 1, "
+            "so its router would not learn: it cannot be imported"
+        )
+    options = {
+        "expert_selection": "topk",
+        "num_experts": fields.integer(*experts.number, default=experts.default_number),
+        "moe_ffn_hidden_size": fields.integer(experts.width),
+        "moe_router_topk": k,
+        "moe_router_pre_softmax": not normed,
+        "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", experts.aux_loss_coeff),
+    }
+    if experts.jitter:
+        options["moe_input_jitter_eps"] = fields.number("router_jitter_noise", 0.0)
+    if experts.dense_layers:
+        options["moe_layer_freq"] = _layer_freq(fields, layers)
+    if experts.shared:
+        options["moe_shared_expert_intermediate_size"] = fields.integer(
+            "shared_expert_intermediate_size"
+        )
+        options["moe_shared_expert_gate"] = True
+    return options
+
+
+def _layer_freq(fields: Fields, layers: int) -> str:
+    """--moe-layer-freq: a layer is dense if it is listed, or if its number is not a multiple."""
+    step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers(_DENSE)
+    moe = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    if not any(moe):
+        raise InputError(
+            f"{fields.file}: decoder_sparse_step and {_DENSE} leave no layer of experts: import a "
+            "dense model under its own model_type"
+        )
+    return "1" if all(moe) else str(moe).replace(" ", "")
+
+
+_DENSE = "mlp_only_layers"
+
+
+def _expert_fields(experts: Experts, config: Config) -> dict[str, Any]:
+    selection = config.selection
+    assert isinstance(selection, TopKSelection)
+    fields: dict[str, Any] = {
+        experts.number[0]: config.num_experts,
+        experts.width: config.expert_width,
+        "num_experts_per_tok": selection.moe_router_topk,
+        "router_aux_loss_coef": selection.moe_aux_loss_coeff,
+        "output_router_logits": False,
+    }
+    if experts.renormalizes is None:
+        fields["norm_topk_prob"] = selection.renormalizes
+    if experts.jitter:
+        fields["router_jitter_noise"] = selection.moe_input_jitter_eps
+        fields["sliding_window"] = None
+    if experts.dense_layers:
+        fields["decoder_sparse_step"] = 1
+        fields[_DENSE] = [layer for layer, moe in enumerate(config.moe_layers) if not moe]
+        fields["use_sliding_window"] = False
+    if experts.shared:
+        fields["shared_expert_intermediate_size"] = selection.moe_shared_expert_intermediate_size
+    return fields

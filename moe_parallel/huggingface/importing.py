@@ -18,12 +18,16 @@ from moe_parallel.config import Config, make_config, read_command_line, validate
 from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.configuration import options_of
-from moe_parallel.huggingface.families import Family, family_of_folder
-from moe_parallel.huggingface.fields import Fields, read_fields
-from moe_parallel.huggingface.folder import TensorFolder
-from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
-from moe_parallel.huggingface.places import TensorPlace
+from moe_parallel.huggingface.families import (
+    Family,
+    Fields,
+    family_of_folder,
+    options_of,
+    read_fields,
+)
+from moe_parallel.huggingface.tensors import TensorPlace
+from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
+from moe_parallel.huggingface.weights import TensorFolder
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.tensors import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files

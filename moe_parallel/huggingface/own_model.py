@@ -1,26 +1,344 @@
-"""Our own architecture in transformers (`moe_parallel.hf`): its config.json and its tensors."""
+"""Our own architecture in transformers (`moe_parallel.hf`): its config.json and its tensors.
+
+`moe_parallel.hf` knows the rules topk, top_p, threshold, relu, hash and merge, and some classes of
+layers (`System.layer`). A rule or a layer of another class is refused, because a subclass may
+compute something else. `register_rule` and `register_layer` add one that equals a known one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
-from moe_parallel.config import Config
-from moe_parallel.huggingface.configuration import rope_fields
-from moe_parallel.huggingface.own_layers import exported_layer
-from moe_parallel.huggingface.own_rules import loss_fields, rule_fields
-from moe_parallel.huggingface.own_steps import (
+from moe_parallel.balancing.losses import LossContext, load_balancing
+from moe_parallel.config import Config, Selection
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.families import rope_fields
+from moe_parallel.huggingface.tensors import (
     LayerSource,
-    dispatched_width,
-    folded_width,
-    low_rank_size,
-)
-from moe_parallel.huggingface.places import (
+    Step,
     attention_places,
+    autonomous_steps,
     dense_places,
+    dispatched_width,
     embedding_places,
+    folded_width,
     head_places,
+    low_rank_size,
+    merged_steps,
+    plain_steps,
+    routed_steps,
+    routing_free_steps,
+    routing_neurons,
+    union_steps,
 )
-from moe_parallel.huggingface.steps import Step, plain_steps
+from moe_parallel.layers import AutonomousLayer, RoutedLayer
+from moe_parallel.layers.expert_layer import ExpertLayer
+from moe_parallel.layers.system import system_of
+from moe_parallel.selection import topk
+from moe_parallel.selection.segments import BySegment, by_first, by_previous
+from moe_parallel.selection.topk import TopK, WithoutZeroExperts
+from moe_parallel.systems.lory.rule import LoryLayer
+from moe_parallel.systems.relu.rule import ReLU
+from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
+from moe_parallel.systems.smear.rule import ExpertDropout
+from moe_parallel.systems.threshold import rule as threshold
+from moe_parallel.systems.threshold.rule import Threshold
+from moe_parallel.systems.top_p.rule import MovingTopP, TopP
+from moe_parallel.systems.uoe.rule import UnionLayer
+
+#: From a rule, and the number of scores that it sees, to its fields.
+RuleFields = Callable[[Any, int], dict[str, Any]]
+
+#: From the function that gives the probs of chosen experts: scoring_func and norm_topk_prob.
+_PROBS: dict[Any, tuple[str, bool]] = {
+    topk.softmax_of_selected: ("softmax", True),
+    topk.raw_probability: ("softmax", False),
+    topk.raw_score: ("raw", False),
+    topk.sigmoid_share_of_selected: ("sigmoid", True),
+    topk.sigmoid_of_selected: ("sigmoid", False),
+}
+
+#: The same for a threshold: scoring_func.
+_PROBS_OF_VALUES: dict[Any, str] = {
+    threshold.softmax_of_scores: "softmax",
+    threshold.sigmoid: "sigmoid",
+    threshold.sigmoid_of_value: "sigmoid_of_value",
+    threshold.raw_value: "raw_value",
+    threshold.softmax_of_chosen: "softmax_of_chosen",
+}
+
+
+def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
+    """The fields of the rule that the system uses in evaluation.
+
+    Raises InputError for a rule without an exported form.
+    """
+    rule = system_of(selection).rules(selection).evaluation
+    if selection.forced_routing is not None:
+        raise InputError(
+            f"--load: its experts are forced ({selection.forced_routing}), so it is a benchmark "
+            "and not a model to export"
+        )
+    kind = rule if isinstance(rule, FunctionType) else type(rule)
+    fields_of = _RULES.get(kind)
+    if fields_of is None:
+        reason = _WHY_NOT.get(kind, f"its rule, {kind.__name__}, has no exported form")
+        raise InputError(without_form(selection, reason))
+    try:
+        fields = fields_of(rule, num_scores)
+    except KeyError as unknown:
+        reason = f"its rule weights experts by {unknown.args[0]!r}, which has no exported form"
+        raise InputError(without_form(selection, reason)) from None
+    if selection.reads_token_ids:
+        fields["rule"] = "hash"  # a table chooses, and the rule weights
+    return fields
+
+
+def without_form(selection: Selection, reason: str) -> str:
+    """The message of an error for a system without an exported form."""
+    return (
+        f"--load: --expert-selection {selection.system} has no form in transformers, which export, "
+        f"texts and tasks need: {reason}"
+    )
+
+
+def loss_fields(config: Config) -> dict[str, Any]:
+    """The fields of the load-balancing loss, if the system has one."""
+    selection: Any = config.selection
+    for make in system_of(selection).losses:
+        if make in (load_balancing, load_balancing):
+            loss = make(selection, LossContext(sum(config.moe_layers)))
+            by_sequence = selection.moe_router_load_balancing_type == "seq_aux_loss"
+            tau = getattr(selection, "moe_free_expert_tau", 1.0)
+            return {
+                "router_aux_loss_coef": loss.coefficient,
+                "aux_loss_by_sequence": by_sequence,
+                "free_expert_tau": tau,
+            }
+    return {}
+
+
+def register_rule(kind: Any, fields_of: RuleFields) -> None:
+    """Let rules of the class `kind`, or the function `kind`, be exported.
+
+    Raises ValueError for one that is known.
+    """
+    if kind in _RULES or kind in _WHY_NOT:
+        raise ValueError(f"{kind.__name__} is already registered for exports")
+    _RULES[kind] = fields_of
+
+
+def _topk(rule: TopK, num_scores: int) -> dict[str, Any]:
+    probs = rule.probs.probs if isinstance(rule.probs, WithoutZeroExperts) else rule.probs
+    scoring, normalized = _PROBS[probs]
+    fields = {
+        "rule": "topk",
+        "num_experts_per_tok": rule.k,
+        "scoring_func": scoring,
+        "norm_topk_prob": normalized,
+    }
+    if rule.groups is not None:
+        fields |= {"n_group": rule.groups.num_groups, "topk_group": rule.groups.topk}
+    return fields
+
+
+def _top_p(rule: TopP, num_scores: int) -> dict[str, Any]:
+    return {
+        "rule": "top_p",
+        "num_experts_per_tok": rule.most or num_scores,
+        "norm_topk_prob": rule.renormalizes,
+        "moe_top_p": rule.p,
+        "moe_top_p_strict": rule.strict,
+    }
+
+
+def _threshold(rule: Threshold, num_scores: int) -> dict[str, Any]:
+    return {
+        "rule": "threshold",
+        "num_experts_per_tok": num_scores,
+        "norm_topk_prob": False,
+        "scoring_func": _PROBS_OF_VALUES[rule.gate],
+    }
+
+
+def _relu(rule: ReLU, num_scores: int) -> dict[str, Any]:
+    return {"rule": "relu", "num_experts_per_tok": num_scores, "norm_topk_prob": False}
+
+
+def _merge(rule: Any, num_scores: int) -> dict[str, Any]:
+    return {"rule": "merge"}
+
+
+_RULES: dict[Any, RuleFields] = {
+    TopK: _topk,
+    TopP: _top_p,
+    Threshold: _threshold,
+    ReLU: _relu,
+    by_previous: _merge,
+    by_first: _merge,
+}
+_WHY_NOT: dict[Any, str] = {
+    ExpertDropout: "each token needs the mean of its whole sequence, which a text that is being "
+    "generated does not have yet",
+    MovingTopP: "its p is that of the latest step, which no configuration has; take it from "
+    "metrics.jsonl and set --moe-inference-top-p",
+    BySegment: "experts are chosen for whole segments, and a generated text has no segments",
+}
+
+
+EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
+_EXPERTS_CHOSE = (
+    "In training each expert chose among all tokens of a micro-batch, later ones too, so the "
+    "training loss is not the likelihood of the text. Here each token chooses its experts, as in "
+    "the run's evaluations, and its output depends on this token and earlier ones."
+)
+
+
+def depends_on_earlier_tokens(config: Config) -> str:
+    """What an output depends on, where tokens choose their experts in the exported model."""
+    return EARLIER_TOKENS if config.selection.experts_take is None else _EXPERTS_CHOSE
+
+
+def differs_in_nothing(config: Config) -> list[str]:
+    """The layer computes what the run's evaluations compute."""
+    return []
+
+
+@dataclass(frozen=True)
+class ExportedLayer:
+    """How a layer of experts is exported. Each function takes the configuration of the run."""
+
+    fields: Callable[[Config], dict[str, Any]]  # of config.json, besides those of the rule
+    steps: Callable[[LayerSource], list[Step]]  # the tensors
+    depends_on: Callable[[Config], str] = depends_on_earlier_tokens  # a sentence for the card
+    differs: Callable[[Config], list[str]] = differs_in_nothing  # sentences, from the run
+
+
+def exported_layer(config: Config) -> ExportedLayer:
+    """The record of the layers of a configuration. Raises InputError if there is none."""
+    layer = system_of(config.selection).layer
+    found = _LAYERS.get(layer)
+    if found is None:
+        reason = f"its layer, {layer.__name__}, has no exported form"
+        raise InputError(without_form(config.selection, reason))
+    return found
+
+
+def register_layer(layer: type[ExpertLayer], exported: ExportedLayer) -> None:
+    """Let layers of this class be exported. Raises ValueError for a class that is known."""
+    if layer in _LAYERS:
+        raise ValueError(f"{layer.__name__} is already registered for exports")
+    _LAYERS[layer] = exported
+
+
+def dispatched_fields(config: Config) -> dict[str, Any]:
+    """The fields of a layer that dispatches tokens: its shared expert and its free experts."""
+    selection, shared = config.selection, config.selection.shared_expert
+    fields: dict[str, Any] = {
+        "shared_expert_intermediate_size": None if shared is None else shared.width,
+        "shared_expert_gate": shared is not None and shared.gate,
+    }
+    if selection.free_experts:
+        numbers = selection.free_kinds._asdict()
+        fields |= {f"{kind}_experts": number for kind, number in numbers.items()}
+        gate = selection.zero_expert_gate
+        fields |= {} if gate is None else {"zero_expert_gate": gate}
+    return fields
+
+
+def _routed(config: Config) -> dict[str, Any]:
+    selection: Any = config.selection
+    return dispatched_fields(config) | {"router_hidden_size": selection.moe_router_hidden_size}
+
+
+def _autonomous(config: Config) -> dict[str, Any]:
+    return dispatched_fields(config) | {"scores": "norms"}
+
+
+def _screened(config: Config) -> list[str]:
+    selection: Any = config.selection
+    if not selection.screening:
+        return []
+    return [
+        "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
+        "differ from the run's."
+    ]
+
+
+def _routing_free(config: Config) -> dict[str, Any]:
+    selection: Any = config.selection
+    theta = selection.theta(config.model.hidden_size, config.model.init_method_std)
+    return _autonomous(config) | {"threshold": theta}
+
+
+def _union(config: Config) -> dict[str, Any]:
+    selection: Any = config.selection
+    return dispatched_fields(config) | {
+        "scores": "neurons",
+        "routing_neurons": routing_neurons(config),
+        "norm_of": selection.uoe_norm_of,
+        "gate_routing": selection.uoe_gate_routing,
+    }
+
+
+def _merged(config: Config) -> dict[str, Any]:
+    selection: Any = config.selection
+    prefix = selection.merging_prefix
+    if prefix is None:
+        if selection.lory_inference == "prompt":
+            return {}
+        return {
+            "segment_length": selection.lory_segment_length,
+            "uniform_first_segment": selection.lory_first_segment == "uniform",
+        }
+    if selection.lory_first_segment == "uniform":
+        raise InputError(
+            "--lory-first-segment is uniform, which an export of lory_prefix lacks: one mean "
+            "merges the experts for the first segment and for all later ones; export a run with own"
+        )
+    return {"prefix_length": prefix}
+
+
+def _depends_on_prompt(config: Config) -> str:
+    selection: Any = config.selection
+    prefix = selection.merging_prefix
+    by = "prompt" if prefix is None else f"first {prefix} tokens of the prompt"
+    return (
+        f"The mean of the {by} merges the experts, once in each layer, for the prompt and all that "
+        "is generated. In the prompt a token's output therefore depends on later tokens too. A "
+        "loss over a text that is given at once is not its likelihood; use the run's own "
+        "evaluation."
+    )
+
+
+def _merged_once(config: Config) -> list[str]:
+    selection: Any = config.selection
+    prefix = selection.merging_prefix
+    if prefix is not None:
+        return [
+            f"If a prompt has fewer than {prefix} tokens, tools/generate.py merges anew for each "
+            "token, as this model does without a cache (use_cache=False). With one the mean of the "
+            "prompt stays, so such a text may differ."
+        ]
+    if selection.lory_inference == "prompt":
+        return []
+    return [
+        "The run's evaluations merge the experts anew for each segment, as this model does without "
+        "a cache (use_cache=False). With one they are merged once, as in the run's generation."
+    ]
+
+
+_LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
+    RoutedLayer: ExportedLayer(_routed, routed_steps),
+    AutonomousLayer: ExportedLayer(_autonomous, autonomous_steps, differs=_screened),
+    RoutingFreeLayer: ExportedLayer(_routing_free, routing_free_steps),
+    UnionLayer: ExportedLayer(_union, union_steps),
+    LoryLayer: ExportedLayer(_merged, merged_steps, _depends_on_prompt, _merged_once),
+}
+
 
 MODEL_TYPE = "moe_parallel"
 ARCHITECTURE = "MoeParallelForCausalLM"

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import moe_parallel.hf as hf
 from moe_parallel.config import make_config
-from moe_parallel.hf import experts_moe_parallel as experts
-from moe_parallel.hf import gates_moe_parallel as gates
-from moe_parallel.huggingface.own_rules import rule_fields
+from moe_parallel.hf import modeling_moe_parallel as modeling
+from moe_parallel.huggingface.own_model import rule_fields
 from moe_parallel.layers.system import system_of
 from moe_parallel.selection.tokens import Tokens
 from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
@@ -19,7 +18,7 @@ from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
 
 def test_a_table_of_more_experts_than_a_dtype_counts():
     config = hf.MoeParallelConfig(**SHAPE | {"rule": "hash", "num_experts": 257})
-    gate = gates.MoeParallelRouter(config)
+    gate = modeling.MoeParallelRouter(config)
     torch.nn.init.normal_(gate.router_out)
     x, ids = torch.randn(3, 16), torch.tensor([5, 6, 39])
     table = torch.arange(80).view(40, 2) + 177
@@ -76,7 +75,7 @@ def test_an_export_chooses_as_the_run(options, bias):
         rule = rule.with_bias(bias_E)
     scores = "neurons" if options.get("expert_selection") == "uoe" else "router"
     config = hf.MoeParallelConfig(**SHAPE | rule_fields(selection, 4) | {"scores": scores})
-    weights, index = gates.RULES[config.rule](config)(HOSTILE, bias_E)
+    weights, index = modeling.RULES[config.rule](config)(HOSTILE, bias_E)
     choices = rule(HOSTILE, Tokens(1))
     chosen = choices.experts_TK >= 0
     assert torch.equal(index.masked_fill(~chosen, -1), choices.experts_TK)
@@ -122,7 +121,7 @@ def test_free_experts_by_hand(gate, of_x):
         constant_experts=1,
         zero_expert_gate=gate,
     )
-    free = experts.MoeParallelFreeExperts(config)
+    free = modeling.MoeParallelFreeExperts(config)
     free.w_constant.copy_(torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]]))  # for x_0 = 1
     free.v_constant.copy_(torch.tensor([[0.0, 8.0]]))
     x = torch.tensor([[1.0, 5.0]] * 4)

@@ -10,8 +10,8 @@ import torch
 import transformers  # its models are imported at use, not by every rank that imports this module
 from torch.nn.functional import cross_entropy
 
-from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.importing import import_folder, plan_import
+from moe_parallel.huggingface.weights import TensorFolder
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.checkpoint.record import read_record
 from tests.distributed import run_distributed

@@ -10,8 +10,7 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from moe_parallel.data.tokenizer import SentencePiece, build_tokenizer, load_tokenizer
-from moe_parallel.huggingface.sentence_piece import converted
-from moe_parallel.huggingface.tokenizer import write_tokenizer
+from moe_parallel.huggingface.tokenizer import converted, write_tokenizer
 from tests.data.small_text import words
 
 TEXTS = [

@@ -8,9 +8,7 @@ import torch
 
 from moe_parallel.config import parse_command_line
 from moe_parallel.huggingface.own_model import own_config_json, own_steps
-from moe_parallel.huggingface.own_steps import _fold, folded_width
-from moe_parallel.huggingface.places import ExpertNames, routed
-from moe_parallel.huggingface.steps import plain_steps
+from moe_parallel.huggingface.tensors import ExpertNames, _fold, folded_width, plain_steps, routed
 from tests.program import SMALL, flags
 from tests.systems import options
 

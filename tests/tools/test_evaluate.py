@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,11 @@ def test_two_ranks_share_the_work_and_print_once(counting: Path, tmp_path: Path)
     with Program(tmp_path, 2, line, script=ROOT / "tools/evaluate.py") as program:
         assert program.finish() == 0, program.output
     alone = run_forked(*line)
-    assert program.output == alone.stdout
+
+    def without_resampling(said: str) -> str:  # by which the harness estimates standard errors
+        return re.sub(r"±  \|[^|]*\|", "", said)
+
+    assert without_resampling(program.output) == without_resampling(alone.stdout)
     line = ["--load", str(counting), "--documents", "--expert-model-parallel-size", "2"]
     with Program(tmp_path, 2, line, script=ROOT / "tools/evaluate.py") as program:
         assert program.finish() == 0, program.output

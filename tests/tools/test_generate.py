@@ -50,10 +50,12 @@ def test_several_texts_at_a_time(trained: Path, tmp_path: Path) -> None:
     assert [line["prompt"] for line in lines] == prompts
     assert lines[0]["text"] == " six"
     assert all("seven" not in line["text"] for line in lines)
-    # The same one after another, without a cache.
-    done = run_forked(*greedy, "--prompt", *prompts, "--no-cache", "--batch-size", 1)
+    # The same one after another.
+    done = run_forked(*greedy, "--prompt", *prompts, "--batch-size", 1)
     printed = "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+    done = run_forked(*greedy, "--prompt", *prompts, "--no-cache")
+    assert done.returncode == 2 and "--no-cache: without a cache each new token" in done.stderr
 
 
 @pytest.mark.full

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from moe_parallel.platform.suppress_warnings import suppress_warnings
 
 from moe_parallel.config import ParallelConfig
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.training.engine import Engine
 from tools.bench.measurement import (
     BenchContender,
