@@ -216,7 +216,7 @@ def test_no_such_encoder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"--encoder x needs .*: pip install transformers$"):
+    with pytest.raises(InputError, match=r"--encoder x needs .*: pip install 'transformers>=5.23'$"):
         HuggingFaceEncoder("x", NullTokenizer(9))
 
 

@@ -76,6 +76,7 @@ REST = (
     "hash",
     "smear",
     "uoe",
+    "corm",
     "relu",
     "threshold",
     "aoe_threshold",

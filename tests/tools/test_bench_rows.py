@@ -91,7 +91,7 @@ def test_without_transformers_the_reason_names_the_remedy(monkeypatch: pytest.Mo
     monkeypatch.setitem(__import__("sys").modules, "transformers.integrations.moe", None)
     bench = bench_of("routed_layer", select_backend("native"), torch.float32)
     (absent,) = [c for c in bench.peers if c.name == "HF Mixtral"]
-    assert absent.reason.endswith("pip install transformers")
+    assert absent.reason.endswith("pip install 'transformers>=5.23'")
 
 
 def test_tokens_stand_clear_of_near_ties() -> None:

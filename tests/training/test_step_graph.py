@@ -133,8 +133,8 @@ def test_what_the_host_does_in_each_step_is_refused(name):
 
 
 def test_what_is_not_refused():
-    assert len(TRAINED) == 19
-    assert {"dense", "topk, padded capacity", "smear", "hash", "uoe"} <= TRAINED.keys()
+    assert len(TRAINED) == 20
+    assert {"dense", "topk, padded capacity", "smear", "hash", "uoe", "corm"} <= TRAINED.keys()
 
 
 def _failures_of_recordings(path):

@@ -33,7 +33,7 @@ SIZED_BY_VALUES = (
     "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
 )  # fmt: skip
 #: They read tensors of the host: the state of random numbers, and the norm of a CPU's gradients.
-OF_THE_HOST = ("random.fork", "clipping.l2_norm_by_rows")
+OF_THE_HOST = ("random.fork", "gradients.l2_norm_by_rows")
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 NATIVE = {"moe_backend": "native"}
 MOE_LAYERS = 3
