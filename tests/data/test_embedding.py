@@ -216,7 +216,8 @@ def test_no_such_encoder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"--encoder x needs .*: pip install 'transformers>=5.23'$"):
+    remedy = "pip install 'transformers>=5.23'"
+    with pytest.raises(InputError, match=rf"--encoder x needs .*: {remedy}$"):
         HuggingFaceEncoder("x", NullTokenizer(9))
 
 
