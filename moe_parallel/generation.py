@@ -141,12 +141,15 @@ class _TextEnds:
 
     def _add(self, row: int, ids: list[int]) -> None:
         at_end = ids[-1] == self.tokenizer.eod
+        full = at_end or len(ids) == self.room[row]
+        if not (full or self.stops or self.show):
+            return  # nobody needs the text yet
         context = self.prompts[row][-_CONTEXT:]
         before = len(self.tokenizer.detokenize(context))
         text = self.tokenizer.detokenize([*context, *(ids[:-1] if at_end else ids)])[before:]
         found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         text = text[: min(found, default=None)]
-        self.ended[row] = bool(found) or at_end or len(ids) == self.room[row]
+        self.ended[row] = full or bool(found)
         if self.show is not None:
             certain = text if self.ended[row] else self._certain(text)
             self.show(certain[len(self.texts[row]) :])

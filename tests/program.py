@@ -361,6 +361,37 @@ def environment() -> dict[str, str]:
     }
 
 
+def give_user(folder: Path) -> None:
+    """What a user of a checkout has there: the programs, and texts of his own."""
+    for name in ("examples", "tools", SCRIPT.name):
+        (folder / name).symlink_to(SCRIPT.parent / name)
+    for number in range(20):
+        file = folder / "my_texts" / f"part {number % 3}" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(words(400, number))
+
+
+def run_as_user(command: Sequence[str], folder: Path) -> str:
+    """What a command prints that a user gives in `folder`, where modules of his own may be."""
+    variables = environment()
+    variables |= {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(folder), variables["PYTHONPATH"]]),
+        "HF_MODULES_CACHE": str(folder / "modules"),  # the code of an export is copied there
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 def free_port() -> int:
     """A free port below the range from which the system takes ports for connections."""
     for port in random.sample(range(20_000, 30_000), 100):

@@ -4,17 +4,12 @@ What each step computes is tested elsewhere. Here the steps fit together: what o
 the next one reads. Models are tiny, and text is made here.
 """
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.data.small_text import words
-from tests.program import environment
+from tests.program import give_user, run_as_user
 
 ROOT = Path(__file__).parents[1]
 
@@ -212,45 +207,15 @@ layer.after_step()
 }
 
 
-def run(command: str, folder: Path) -> None:
-    variables = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(folder),
-        "HF_MODULES_CACHE": str(folder / "modules"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-ec", command],
-        cwd=folder,
-        env=os.environ | environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("journeys")
-    for name in ("examples", "tools", "pretrain_gpt_moe.py"):
-        (folder / name).symlink_to(ROOT / name)
-    for name, text in SCRIPTS.items():
-        (folder / name).write_text(text)
-    for number in range(20):
-        file = folder / "my_texts" / f"{number}.txt"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(words(400, number))
-    return folder
-
-
 @pytest.mark.full
-def test_a_user_gets_there(folder: Path) -> None:
+def test_a_user_gets_there(tmp_path: Path) -> None:
     """One test, because each journey begins where others ended."""
+    give_user(tmp_path)
+    for name, text in SCRIPTS.items():
+        (tmp_path / name).write_text(text)
     for journey in JOURNEYS:
         print(f"\n{journey.name}")
         for command in journey.commands:
-            run(command, folder)
+            run_as_user(["bash", "-ec", command], tmp_path)
         for file in journey.leaves:
-            assert (folder / file).exists(), f"{journey.name}: {file} is missing"
-    shutil.rmtree(folder)
+            assert (tmp_path / file).exists(), f"{journey.name}: {file} is missing"

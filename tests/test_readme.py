@@ -1,16 +1,13 @@
 """README: its table names every system, and the commands of "Your own data" work, word for word."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from moe_parallel.systems import SELECTIONS
-from tests.data.small_text import words
-from tests.program import environment
+from tests.program import give_user, run_as_user
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -25,21 +22,7 @@ def run_block(shell: str, python: str, folder: Path) -> str:
     command = [sys.executable, "-c", python]
     if shell:
         command = ["bash", "-ec", shell.replace(*ITERATIONS)]
-    variables = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "HF_MODULES_CACHE": str(folder / "modules"),  # the code of an export is copied there
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, f"{shell or python}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return run_as_user(command, folder)
 
 
 def test_the_table_names_every_system() -> None:
@@ -49,12 +32,7 @@ def test_the_table_names_every_system() -> None:
 
 @pytest.mark.full
 def test_from_a_folder_of_text_to_a_report(tmp_path: Path) -> None:
-    for name in ("examples", "tools", "pretrain_gpt_moe.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for number in range(20):
-        file = tmp_path / "my_texts" / f"part {number % 3}" / f"{number}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(words(400, number))
+    give_user(tmp_path)
     assert SECTION.count(ITERATIONS[0]) == 1
     printed = [run_block(*block, tmp_path) for block in BLOCK.findall(SECTION)]
     data, training, looked, export, generated, report = printed

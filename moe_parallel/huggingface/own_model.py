@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from moe_parallel.balancing.losses import LossContext, load_balancing
-from moe_parallel.config import Config, Selection
+from moe_parallel.config import Config, Selection, TopKChoices
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import rope_fields
 from moe_parallel.huggingface.tensors import (
@@ -40,6 +40,7 @@ from moe_parallel.layers.system import system_of
 from moe_parallel.selection import topk
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
 from moe_parallel.selection.topk import TopK, WithoutZeroExperts
+from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.systems.lory.rule import LoryLayer
 from moe_parallel.systems.relu.rule import ReLU
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
@@ -199,7 +200,7 @@ _EXPERTS_CHOSE = (
 
 def depends_on_earlier_tokens(config: Config) -> str:
     """What an output depends on, where tokens choose their experts in the exported model."""
-    return EARLIER_TOKENS if config.selection.experts_take is None else _EXPERTS_CHOSE
+    return _EXPERTS_CHOSE if isinstance(config.selection, ExpertsChoose) else EARLIER_TOKENS
 
 
 def differs_in_nothing(config: Config) -> list[str]:
@@ -244,8 +245,8 @@ def dispatched_fields(config: Config) -> dict[str, Any]:
     if selection.free_experts:
         numbers = selection.free_kinds._asdict()
         fields |= {f"{kind}_experts": number for kind, number in numbers.items()}
-        gate = selection.zero_expert_gate
-        fields |= {} if gate is None else {"zero_expert_gate": gate}
+        if isinstance(selection, TopKChoices):
+            fields["zero_expert_gate"] = selection.moe_zero_expert_gate
     return fields
 
 

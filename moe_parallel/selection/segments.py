@@ -139,11 +139,6 @@ class Merges:
         return ((size, len(list(run))) for size, run in itertools.groupby(self.sizes))
 
 
-#: A function from the weights of segments to merges. Its arguments are e_GBE, the number of tokens
-#: of each segment, and the function for the first segment.
-MergeRule = Callable[[torch.Tensor, list[int], FirstSegment], Merges]
-
-
 def by_previous(e_GBE: torch.Tensor, sizes: list[int], first: FirstSegment) -> Merges:
     """Each segment uses the weights of the previous segment (Lory, Eq. 3)."""
     return Merges(sizes, shifted(e_GBE, first))

@@ -266,10 +266,6 @@ class TopKChoices(FreeExperts, BiasBalancing, FixedChoices):
     )
 
     @property
-    def zero_expert_gate(self) -> str:
-        return self.moe_zero_expert_gate
-
-    @property
     def mean_choices(self) -> float | None:
         """K_e; None: free experts take a share that is known only in training."""
         return self.moe_ffn_experts_per_token if self.free_experts else super().mean_choices

@@ -186,11 +186,6 @@ class Selection(Section):
         return None
 
     @property
-    def experts_take(self) -> float | None:
-        """The number of tokens that an expert chooses, over tokens / n. None: tokens choose."""
-        return None
-
-    @property
     def renormalizes(self) -> bool:
         """Whether the routing probabilities of the chosen experts are divided by their sum."""
         return False
@@ -216,11 +211,6 @@ class Selection(Section):
     def free_experts(self) -> int:
         """The number of free experts, Z."""
         return sum(self.free_kinds)
-
-    @property
-    def zero_expert_gate(self) -> str | None:
-        """--moe-zero-expert-gate. None: the system has no such option."""
-        return None
 
     @property
     def mean_choices(self) -> float | None:

@@ -33,10 +33,6 @@ class ExpertsChoose(Selection):
         return self.moe_expert_choice_capacity_factor
 
     @property
-    def experts_take(self) -> float:
-        return self.moe_expert_choice_capacity_factor
-
-    @property
     def warning(self) -> str:
         return (
             "experts choose among all tokens of a micro-batch, later ones too, so the training "
