@@ -79,8 +79,6 @@ SYSTEMS: dict[str, Options] = {
         "moe_expert_choice_capacity_factor": 2.0,
         "moe_z_loss_coeff": 0.01,
     },
-    "aoe, screened": _AUTONOMOUS
-    | {"moe_aux_loss_coeff": 0.0, "aoe_gradient": "selected", "aoe_fp8_screening": 1},
     "hash": {"moe_z_loss_coeff": 0.01},
     "topk, free experts": {
         "moe_zero_experts": 1,

@@ -259,16 +259,6 @@ def _autonomous(config: Config) -> dict[str, Any]:
     return dispatched_fields(config) | {"scores": "norms"}
 
 
-def _screened(config: Config) -> list[str]:
-    selection: Any = config.selection
-    if not selection.screening:
-        return []
-    return [
-        "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
-        "differ from the run's."
-    ]
-
-
 def _routing_free(config: Config) -> dict[str, Any]:
     selection: Any = config.selection
     theta = selection.theta(config.model.hidden_size, config.model.init_method_std)
@@ -334,7 +324,7 @@ def _merged_once(config: Config) -> list[str]:
 
 _LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
     RoutedLayer: ExportedLayer(_routed, routed_steps),
-    AutonomousLayer: ExportedLayer(_autonomous, autonomous_steps, differs=_screened),
+    AutonomousLayer: ExportedLayer(_autonomous, autonomous_steps),
     RoutingFreeLayer: ExportedLayer(_routing_free, routing_free_steps),
     UnionLayer: ExportedLayer(_union, union_steps),
     LoryLayer: ExportedLayer(_merged, merged_steps, _depends_on_prompt, _merged_once),

@@ -75,7 +75,6 @@ class AutonomousLayer(DispatchedLayer):
         super().__init__(config, selection, context, system)
         self.recompute_scores = selection.aoe_recompute_scores
         self.gradient: Gradient = "all" if selection.aoe_gradient == "full" else "chosen"
-        self.screening = selection.screening
         if selection.aoe_gradient == "selected":
             for loss in self.losses:
                 if loss.through_all:
@@ -139,7 +138,6 @@ class AutonomousLayer(DispatchedLayer):
                 keep=keep if self.recompute_scores else "all",
                 gradient=self.gradient,
                 chosen=chosen,
-                screening=self.screening,
             )
             choices = rule.of(scores.norms_TE, scores.experts_TK)
         norms_TK = None

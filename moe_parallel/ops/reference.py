@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops.causal_attention import attention as attention
-from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.packed_rows import pack_rows as pack_rows
 from moe_parallel.ops.rms_norm import rms_norm as rms_norm
 from moe_parallel.ops.rotary import rotary as rotary
@@ -177,7 +176,6 @@ def norm_topk(
     keep: Keep = "nothing",
     gradient: Gradient = "all",
     chosen: Choose | None = None,
-    screening: int = 0,
 ) -> NormScores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_down, `p = ||C||_2`, `topK(p)`.
 
@@ -198,26 +196,17 @@ def norm_topk(
         returns the experts of each token: each expert at most once, -1 in an empty slot. C of an
         empty slot is 0. Unless keep is "nothing", C of all experts is in memory until `chosen`
         returns.
-    screening: M > 0: select among the K + M candidates with the largest norms in FP8 plus bias
-        (`fp8_norms`). The norms of all other experts stay those in FP8. Needs gradient="chosen".
 
-    Raises ValueError unless `chosen` is given alone or 1 <= k <= E and k + screening <= E.
+    Raises ValueError unless `chosen` is given alone or 1 <= k <= E.
     """
-    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
+    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen)
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
     norms_TE = torch.linalg.vector_norm(c_TER.to(accumulation_dtype(x_TD.dtype)), dim=-1)
-    others_TE = None
-    if screening > 0:
-        assert k is not None
-        fp8_TE = fp8_norms(x_TD, w_EDR).to(norms_TE.dtype)
-        candidates_TC = by_falling_rank(fp8_TE, bias_E)[:, : k + screening]
-        others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
-        norms_TE = torch.where(others_TE, fp8_TE, norms_TE)
     with torch.no_grad():
         if chosen is not None:
             experts_TK = chosen(norms_TE.detach())
         else:
-            experts_TK = by_falling_rank(norms_TE, bias_E, others_TE)[:, :k].contiguous()
+            experts_TK = by_falling_rank(norms_TE, bias_E)[:, :k].contiguous()
     if gradient == "chosen":
         is_chosen_TE = torch.zeros_like(functional.pad(norms_TE, (0, 1)), dtype=torch.bool)
         is_chosen_TE = is_chosen_TE.scatter(1, experts_TK % is_chosen_TE.size(1), True)[:, :-1]
@@ -240,41 +229,22 @@ def check_choice(
     keep: Keep,
     gradient: Gradient,
     chosen: Choose | None,
-    screening: int,
 ) -> None:
     """Raise ValueError if arguments of `norm_topk` are out of range or exclude each other."""
     for name, value, values in (("keep", keep, Keep), ("gradient", gradient, Gradient)):
         if value not in get_args(values):
             raise ValueError(f"{name} must be one of {', '.join(get_args(values))}, not {value!r}")
     if chosen is not None:
-        if k is not None or bias_E is not None or screening != 0:
-            raise ValueError(
-                "k, bias_E and screening belong to top-K: omit them when chosen is given"
-            )
+        if k is not None or bias_E is not None:
+            raise ValueError("k and bias_E belong to top-K: omit them when chosen is given")
         return
     if k is None or not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in 1..{num_experts} (the number of experts), not {k}")
-    if not 0 <= screening <= num_experts - k:
-        raise ValueError(
-            f"screening must lie in 0..{num_experts - k}, so that it and k = {k} are at most the "
-            f"{num_experts} experts, not {screening}"
-        )
-    if screening > 0 and gradient != "chosen":
-        raise ValueError(
-            f"screening is {screening}, but norms in FP8 have no gradient: set gradient='chosen'"
-        )
 
 
-def by_falling_rank(
-    norms_TE: Tensor, bias_E: Tensor | None, others_TE: Tensor | None = None
-) -> Tensor:
-    """All experts of each token, sorted by norm + bias, largest first; those in `others` last.
-
-    On a tie, the lower index comes first.
-    """
+def by_falling_rank(norms_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """All experts of each token, sorted by norm + bias, largest first; on a tie, by index."""
     rank_TE = norms_TE if bias_E is None else norms_TE + bias_E
-    if others_TE is not None:
-        rank_TE = rank_TE.masked_fill(others_TE, -torch.inf)
     return rank_TE.sort(dim=-1, descending=True, stable=True).indices
 
 

@@ -103,7 +103,6 @@ class NormTopK(Protocol):
         keep: Keep = "nothing",
         gradient: Gradient = "all",
         chosen: Choose | None = None,
-        screening: int = 0,
     ) -> NormScores: ...
 
 

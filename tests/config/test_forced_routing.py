@@ -33,7 +33,6 @@ def test_a_workload_is_read(text: str, expected: ForcedRouting) -> None:
 
 
 FORCED = "--moe-router-force-routing"
-AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_force_routing": text}, f"{FORCED} {message}")
     for text, message in [
@@ -55,11 +54,6 @@ BROKEN += [
     (
         {"moe_router_force_routing": "zipf", "moe_router_force_load_balancing": True},
         f"--moe-router-force-load-balancing .* {FORCED} zipf differently: remove one of them",
-    ),
-    (
-        {**AOE, "moe_router_force_routing": "zipf", "aoe_fp8_screening": 1}
-        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
-        f"--aoe-fp8-screening is 1, but {FORCED} chooses without norms: remove one of them",
     ),
     (
         {"num_experts": None, "moe_router_force_routing": "zipf"},

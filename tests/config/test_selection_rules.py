@@ -62,8 +62,6 @@ QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "qu
         (AOE | {"aoe_gradient": "selected"} | NO_LOSS, 1),
         (AOE | {"aoe_gradient": "selected_despite_aux", "aoe_gate": "all"}, 1),
         (AOE | {"moe_router_enable_expert_bias": True} | NO_LOSS, 1),
-        (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"} | NO_LOSS, 1),
-        (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected_despite_aux"}, 1),
         (THRESHOLD | {"moe_threshold_ema": 0.0, "moe_threshold_target_experts": 3.9}, 1),
         (AOE_THRESHOLD | {"moe_threshold_update": "sign"}, 1),
         (ROUTING_FREE | {"aoe_gradient": "full", "routing_free_gate": "softmax"}, 1),
@@ -213,29 +211,6 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         AOE | NO_LOSS | {"aoe_gradient": "selected", "aoe_gate": "all"},
         1,
         "--aoe-gradient is selected, but probs that are a softmax over all norms",
-    ),
-    (
-        AOE | NO_LOSS | {"aoe_fp8_screening": 1},
-        1,
-        "--aoe-fp8-screening is 1, but --aoe-gradient full .*: set --aoe-gradient selected, or sel",
-    ),
-    (
-        AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected_despite_aux", "aoe_gate": "all"},
-        1,
-        "--aoe-fp8-screening is 1, but --aoe-gate all .*: set --aoe-gate selected",
-    ),
-    (
-        AOE
-        | NO_LOSS
-        | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"}
-        | {"moe_router_force_load_balancing": True},
-        1,
-        "--aoe-fp8-screening is 1, but --moe-router-force-load-balancing .*: remove one of them",
-    ),
-    (
-        AOE | NO_LOSS | {"aoe_fp8_screening": 2, "aoe_gradient": "selected"},
-        1,
-        "--aoe-fp8-screening is 2, which with --moe-router-topk 2 leaves none .*: choose at most 1",
     ),
     (
         AOE_TOP_P | NO_LOSS | {"aoe_gradient": "selected", "moe_entropy_loss_coeff": 0.0},

@@ -40,11 +40,6 @@ def test_systems_without_choices_are_refused(system: str) -> None:
             "--moe-router-replay and --moe-router-trace are both r, so that the run would",
         ),
         (
-            {"expert_selection": "aoe", "aoe_gradient": "selected", "moe_aux_loss_coeff": 0}
-            | {"aoe_fp8_screening": 1},
-            "--aoe-fp8-screening is 1, but --moe-router-replay chooses without norms: remove one",
-        ),
-        (
             {"num_experts": None},
             "--moe-router-replay is 'r', but the model is dense: set --num-experts, or leave",
         ),

@@ -17,7 +17,6 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
         ({"num_experts": None, "moe_ffn_hidden_size": None}, [PAST]),
         (options("aoe"), [PAST]),
         (options("aoe_top_p") | {"moe_expert_capacity_factor": 1.5}, [PAST, "The run had a cap"]),
-        (options("aoe, screened"), [PAST, "The run compared norms in FP8 first."]),
         (options("expert_choice"), ["In training each expert chose among all tokens of a micro-"]),
         (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
         (

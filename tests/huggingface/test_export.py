@@ -61,7 +61,6 @@ RUNS = {
         "aoe, by bias",
         "aoe, probs over all",
         "aoe_expert_choice",
-        "aoe, screened",
         "threshold",
         "aoe_threshold",
         "routing_free",

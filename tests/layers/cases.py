@@ -213,10 +213,6 @@ CASES = {
     "aoe, balanced by bias": Case(aoe(**BIASED), balance=BALANCE),
     "aoe, in turn": Case(aoe(**IN_TURN)),
     "aoe, selected gradient": Case(aoe(aux=0.0, **SELECTED)),
-    "aoe, screened": Case(aoe(aux=0.0, aoe_fp8_screening=1, **SELECTED)),
-    "aoe, screened, bias": Case(
-        aoe(k=1, aux=0.0, aoe_fp8_screening=2, **SELECTED, **BIASED), balance=BALANCE
-    ),
     "aoe, selected gradient, drop": Case(aoe(aux=0.0, **SELECTED), capacity_factor=0.6),
     "aoe, selected gradient and bias": Case(aoe(aux=0.0, **SELECTED, **BIASED), balance=BALANCE),
     "aoe, selected gradient despite aux": Case(aoe(**DESPITE)),

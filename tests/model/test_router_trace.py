@@ -23,9 +23,8 @@ LAYOUTS: dict[str, Options] = {
     "pp2, virtual, recompute": layout(pp=2, virtual=True, recompute=True),
     "cp2, ep2": layout(ep=2) | CP,
 }
-SCREENED = "aoe, screened"  # whose norms are rounded, unless they may be the greatest
 #: Of the systems with choices, all that can be replayed.
-SYSTEMS = tuple(name for name in systems.SYSTEMS if not systems.merges(name) and name != SCREENED)
+SYSTEMS = tuple(name for name in systems.SYSTEMS if not systems.merges(name))
 QUICK = ("topk", "aoe, by bias", "segment_expert_choice")
 #: Of these, some with different rules.
 SPREAD = ["topk", "expert_choice", "segment_expert_choice", "aoe, by bias", "aoe_expert_choice"]

@@ -59,7 +59,7 @@ SELECTED_GRADIENT = ("aoe, free experts", "routing_free")
 FILLS_ALL_SLOTS = (
     "topk", "topk, one expert", "topk, sigmoid, groups, bias, shared expert",
     "topk, large router, factorized W_g, global loss", "topk, by quantiles", "aoe", "aoe, by bias",
-    "aoe, screened", "aoe, probs over all", "hash", "uoe", "corm",
+    "aoe, probs over all", "hash", "uoe", "corm",
 )  # fmt: skip
 
 

@@ -242,11 +242,6 @@ class AutonomousSelection(DispatchedSelection):
         """Whether the probs are a softmax over the norms of all experts."""
         return False
 
-    @property
-    def screening(self) -> int:
-        """M > 0: the K + M largest norms in FP8 are the candidates of a token; 0: off."""
-        return 0
-
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         etp, width = config.parallel.expert_tensor_size, config.model.hidden_size

@@ -185,7 +185,6 @@ _REFUSED = {
     "moe_router_num_groups": None,
     "moe_router_force_routing": None,
     "moe_router_force_load_balancing": False,
-    "aoe_fp8_screening": 0,
     "aoe_send_activations": False,
 }
 

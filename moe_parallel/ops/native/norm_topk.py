@@ -5,16 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.native.fake import fake, fake_like
 from moe_parallel.ops.native.routing_map import routing_map
 from moe_parallel.ops.once import once_differentiable
-from moe_parallel.ops.reference import (
-    accumulation_dtype,
-    by_falling_rank,
-    c_of_chosen,
-    check_choice,
-)
+from moe_parallel.ops.reference import accumulation_dtype, c_of_chosen, check_choice
 from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores
 
 _ops = torch.ops.moe_parallel
@@ -29,9 +23,8 @@ def norm_topk(
     keep: Keep = "nothing",
     gradient: Gradient = "all",
     chosen: Choose | None = None,
-    screening: int = 0,
 ) -> NormScores:
-    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
+    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen)
     # A backward pass that needs C of the chosen experts only, or none, keeps no more.
     if keep == "all" and not (gradient == "all" and torch.is_grad_enabled()):
         keep = "chosen"
@@ -39,9 +32,6 @@ def norm_topk(
     with torch.no_grad():
         if chosen is not None:
             scores, c_TER = _chosen_by(chosen, x_TD, w_EDR, keep)
-        elif screening > 0:
-            assert k is not None
-            scores = _screened(x_TD, w_EDR, k, bias_E, keep, screening)
         else:
             norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(x_TD, w_EDR, k, bias_E, keep)
             scores = NormScores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
@@ -59,25 +49,6 @@ def _chosen_by(
     experts_TK = chosen(norms_TE)
     c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
     return NormScores(norms_TE, experts_TK, c_TKR), c_TER
-
-
-def _screened(
-    x_TD: Tensor, w_EDR: Tensor, k: int, bias_E: Tensor | None, keep: Keep, screening: int
-) -> NormScores:
-    """Norms in FP8 select the candidates, so that a token needs k + screening exact products."""
-    norms_TE = fp8_norms(x_TD, w_EDR).to(accumulation_dtype(x_TD.dtype))
-    candidates_TC = by_falling_rank(norms_TE, bias_E)[:, : k + screening].contiguous()
-    slots, rows_TC, counts = routing_map(candidates_TC, w_EDR.size(0), all_chosen=True)
-    c_NR = _ops.grouped_gemm(_ops.permute(x_TD, slots, rows_TC), w_EDR, counts)
-
-    norms_N = torch.linalg.vector_norm(c_NR.to(norms_TE.dtype), dim=1)
-    norms_TE.scatter_(1, candidates_TC, norms_N[rows_TC])
-    others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
-    experts_TK = by_falling_rank(norms_TE, bias_E, others_TE)[:, :k].contiguous()
-    if keep == "nothing":
-        return NormScores(norms_TE, experts_TK)
-    row_TE = torch.zeros_like(others_TE, dtype=torch.int64).scatter(1, candidates_TC, rows_TC)
-    return NormScores(norms_TE, experts_TK, c_NR[row_TE.gather(1, experts_TK)])
 
 
 @fake("norm_topk")
