@@ -27,14 +27,13 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 
 from moe_parallel.copies import copied_to
-from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule, best_first
 from moe_parallel.selection.tokens import Tokens, positions
 
@@ -44,9 +43,9 @@ _ONE = 1 << 32  # shares are integers in units of 1 / _ONE
 class Workload(Hashable, Protocol):
     """The shares of the experts, of a model with any number of them."""
 
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> Sequence[float]:
-        """The shares pi_E up to a factor, for tokens with k experts; `layer` is from 1, `iteration`
-        from 0. `shares_of` limits them to 1 and scales them."""
+    def weights(self, num_experts: int, k: int) -> Sequence[float]:
+        """The shares pi_E up to a factor, for tokens with k experts. `shares_of` limits them to 1
+        and scales them."""
         ...
 
 
@@ -54,7 +53,7 @@ class Workload(Hashable, Protocol):
 class Balanced:
     """Every expert has the same share, k / E."""
 
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+    def weights(self, num_experts: int, k: int) -> list[float]:
         return [1.0] * num_experts
 
 
@@ -64,7 +63,7 @@ class Hot:
 
     share: float
 
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+    def weights(self, num_experts: int, k: int) -> list[float]:
         return [self.share] + [(k - self.share) / max(num_experts - 1, 1)] * (num_experts - 1)
 
 
@@ -74,58 +73,8 @@ class Zipf:
 
     exponent: float
 
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+    def weights(self, num_experts: int, k: int) -> list[float]:
         return [(expert + 1.0) ** -self.exponent for expert in range(num_experts)]
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Zipf's law at first, balance from iteration `iterations` on.
-
-    The exponent falls linearly: max(0, 1 - iteration / iterations).
-    """
-
-    iterations: int
-
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
-        law = Zipf(max(0.0, 1 - iteration / self.iterations))
-        return law.weights(layer, iteration, num_experts, k)
-
-
-class Loads(Protocol):
-    """For each record of a trace, the tokens per expert by layer, from 1."""
-
-    def __getitem__(self, number: int, /) -> Mapping[int, Sequence[float]]: ...
-
-
-@dataclass(frozen=True, eq=False)  # hashed by identity, because its records are many
-class Trace:
-    """Recorded loads. After the last record, the first follows again.
-
-    Attributes:
-        ends: the number of iterations up to the end of each record, rising.
-        loads: the loads of each record.
-    """
-
-    ends: Sequence[int]
-    loads: Loads
-
-    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> Sequence[float]:
-        """Raises InputError if the trace has no such layer or another number of experts."""
-        within = iteration % self.ends[-1]
-        record = next(n for n, end in enumerate(self.ends) if within < end)
-        load_E = self.loads[record].get(layer)
-        if load_E is None:
-            raise InputError(
-                f"--moe-router-force-routing: the trace has no load of layer {layer} at iteration "
-                f"{self.ends[record]}: record one with the same MoE layers"
-            )
-        if len(load_E) != num_experts:
-            raise InputError(
-                f"--moe-router-force-routing: layer {layer} of the trace has {len(load_E)} experts "
-                f"and the model {num_experts}: record one with as many"
-            )
-        return load_E
 
 
 def shares_of(weights_E: Sequence[float], k: int) -> list[int]:
@@ -183,19 +132,17 @@ class Forced:
         slots_K = torch.arange(k, device=device)
         points_TK = self._offsets(num_tokens, tokens, device)[:, None] + slots_K * _ONE
         if own.all_chosen:
-            (ends_E,) = self._ends([k], num_experts, tokens, device)
+            (ends_E,) = self._ends([k], num_experts, device)
             return torch.searchsorted(ends_E, points_TK, right=True)
         number_T = (own.experts_TK >= 0).sum(dim=1)
-        ends_TE = self._ends(range(num_experts + 1), num_experts, tokens, device)[number_T]
+        ends_TE = self._ends(range(num_experts + 1), num_experts, device)[number_T]
         experts_TK = torch.searchsorted(ends_TE, points_TK, right=True)
         return experts_TK.masked_fill(slots_K >= number_T[:, None], -1)
 
-    def _ends(
-        self, numbers: Iterable[int], num_experts: int, tokens: Tokens, device: torch.device
-    ) -> torch.Tensor:
+    def _ends(self, numbers: Iterable[int], num_experts: int, device: torch.device) -> torch.Tensor:
         """The ends of the experts' intervals, by number of experts per token: int64 [N, E]."""
-        place = self.workload, tokens.layer, tokens.iteration, num_experts
-        return copied_to(device, torch.tensor([_ends(*place, k) for k in numbers]))
+        ends_NE = torch.tensor([_ends(self.workload, num_experts, k) for k in numbers])
+        return copied_to(device, ends_NE)
 
     def _offsets(self, num_tokens: int, tokens: Tokens, device: torch.device) -> torch.Tensor:
         """The offset u of each token, in units of 1 / 2^32: int64 [T]."""
@@ -207,12 +154,9 @@ class Forced:
         return offsets_S.repeat_interleave(tokens.num_sequences)
 
 
-@functools.lru_cache(maxsize=4096)  # one step of a few layers with many experts
-def _ends(
-    workload: Workload, layer: int, iteration: int, num_experts: int, k: int
-) -> tuple[int, ...]:
-    shares_E = shares_of(workload.weights(layer, iteration, num_experts, k), k)
-    return tuple(itertools.accumulate(shares_E))
+@functools.lru_cache(maxsize=4096)
+def _ends(workload: Workload, num_experts: int, k: int) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(shares_of(workload.weights(num_experts, k), k)))
 
 
 @runtime_checkable

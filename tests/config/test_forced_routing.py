@@ -22,9 +22,6 @@ EXPERTS = {"num_experts": 4}
         ("zipf", ForcedRouting("zipf", 1.0)),
         ("zipf:1.2", ForcedRouting("zipf", 1.2)),
         ("zipf:0", ForcedRouting("zipf", 0)),
-        ("warmup", ForcedRouting("warmup", 100)),
-        ("warmup:20", ForcedRouting("warmup", 20)),
-        ("trace:runs/a:b/metrics.jsonl", ForcedRouting("trace", "runs/a:b/metrics.jsonl")),
     ],
 )
 def test_a_workload_is_read(text: str, expected: ForcedRouting) -> None:
@@ -36,7 +33,7 @@ FORCED = "--moe-router-force-routing"
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_force_routing": text}, f"{FORCED} {message}")
     for text, message in [
-        ("hott", "is 'hott': it takes balanced, hot:SHARE, zipf:EXPONENT, warmup:.* or trace:FILE"),
+        ("hott", "is 'hott': it takes balanced, hot:SHARE or zipf:EXPONENT"),
         ("hot:1.01", "hot is 1.01: it must be at most 1"),
         ("hot:0", "hot is 0: it must be above 0"),
         ("hot:", "is 'hot:': hot takes a number, as in hot:0.5"),
@@ -44,10 +41,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         ("zipf:-1", "zipf is -1: it must be at least 0"),
         ("zipf:10.5", "zipf is 10.5: it must be at most 10"),
         ("zipf:nan", "is 'zipf:nan': zipf takes a number, as in zipf:1.0"),
-        ("warmup:0", "warmup is 0: it must be at least 1"),
-        ("warmup:2.5", "is 'warmup:2.5': warmup takes an integer, as in warmup:100"),
-        ("balanced:1", "is 'balanced:1': balanced takes nothing after its name"),
-        ("trace", "is 'trace': name the file, as in trace:metrics.jsonl"),
+        ("balanced:1", "is 'balanced:1': it takes balanced, hot:SHARE or zipf:EXPONENT"),
     ]
 ]
 BROKEN += [

@@ -16,8 +16,7 @@ from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
 
 FUSED = {"gradient_accumulation_fusion": True}
-#: The start has the first step of the warm-up; its last step and one more follow.
-WARM_UP = {"moe_router_force_routing": "warmup:2"}
+FORCED = {"moe_router_force_routing": "zipf"}
 
 
 class Way(NamedTuple):
@@ -29,7 +28,7 @@ class Way(NamedTuple):
 WAYS = {
     # About eight rows; a rank receives at least thirty.
     "budget": Way({}, {"moe_activation_budget": 0.01}, ("aoe", "topk", "aoe_top_p")),
-    "forced": Way(WARM_UP, {}, ("aoe_top_p", "topk", "topk, sigmoid, groups, bias, shared expert")),
+    "forced": Way(FORCED, {}, ("aoe_top_p", "topk", "topk, sigmoid, groups, bias, shared expert")),
     "fused": Way({}, FUSED, ("topk", "aoe", "aoe_top_p", "lory")),
 }
 CASES = [(way, system) for way in WAYS for system in WAYS[way].systems]

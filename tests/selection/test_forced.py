@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.forced import (
     Balanced,
     Forced,
     Hot,
-    Trace,
-    WarmUp,
     Workload,
     Zipf,
     shares_of,
@@ -29,8 +26,6 @@ WORKLOADS = {
     "hot": Hot(0.75),
     "one expert": Hot(1.0),
     "zipf": Zipf(1.0),
-    "warm-up": WarmUp(10),
-    "trace": Trace([1], [{1: [0.0, 5.0, 1.0, 0.0, 3.0, 3.0]}]),
 }
 RULES = {"top1": TopK(1, raw_probability), "top2": TopK(2), "all": TopK(6), "top_p": TopP(0.6)}
 
@@ -61,9 +56,8 @@ def test_shares_worked_by_hand() -> None:
 
 
 def test_the_weights_of_each_workload() -> None:
-    def shares(workload: Workload, experts: int, k: int, iteration: int = 0) -> list[float]:
-        weights = workload.weights(1, iteration, experts, k)
-        return [share / ONE for share in shares_of(weights, k)]
+    def shares(workload: Workload, experts: int, k: int) -> list[float]:
+        return [share / ONE for share in shares_of(workload.weights(experts, k), k)]
 
     assert shares(Balanced(), 8, 2) == [0.25] * 8
     assert shares(Hot(0.5), 5, 1) == [0.5] + [0.125] * 4
@@ -71,10 +65,6 @@ def test_the_weights_of_each_workload() -> None:
     assert shares(Hot(0.5), 1, 1) == [1]
     assert shares(Zipf(1.0), 3, 1) == pytest.approx([6 / 11, 3 / 11, 2 / 11])
     assert shares(Zipf(2.0), 2, 1) == pytest.approx([0.8, 0.2])
-    warm_up = WarmUp(4)
-    assert shares(warm_up, 3, 1) == pytest.approx([6 / 11, 3 / 11, 2 / 11])
-    assert shares(warm_up, 2, 1, 2) == pytest.approx([2**0.5 / (1 + 2**0.5), 1 / (1 + 2**0.5)])
-    assert shares(warm_up, 2, 1, 4) == shares(warm_up, 2, 1, 9) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("rule", ["top1", "top2", "all"])
@@ -82,7 +72,7 @@ def test_the_weights_of_each_workload() -> None:
 def test_every_sequence_has_the_load_that_the_shares_say(name: str, rule: str) -> None:
     k = RULES[rule].k  # type: ignore[union-attr]
     choices = forced(WORKLOADS[name], RULES[rule])
-    weights = WORKLOADS[name].weights(1, 0, EXPERTS, k)
+    weights = WORKLOADS[name].weights(EXPERTS, k)
     for sequence in range(SEQUENCES):
         experts = choices.experts_TK[sequence::SEQUENCES]
         counts = Counter(experts.flatten().tolist())
@@ -155,13 +145,3 @@ def test_stretches_and_micro_batches_have_the_choices_of_the_whole(rule: str) ->
     for sequence in range(SEQUENCES):
         alone = force(whole[sequence::SEQUENCES], Tokens(1)).experts_TK
         assert alone.equal(expected[sequence::SEQUENCES])
-
-
-def test_a_trace_repeats_its_records() -> None:
-    trace = Trace([2, 3], [{1: [3, 1]}, {1: [0, 4]}])
-    loads = [trace.weights(1, iteration, 2, 1) for iteration in range(7)]
-    assert loads == [[3, 1], [3, 1], [0, 4]] * 2 + [[3, 1]]
-    with pytest.raises(InputError, match="no load of layer 2 at iteration 2: record one with .*"):
-        trace.weights(2, 1, 2, 1)
-    with pytest.raises(InputError, match="layer 1 of the trace has 2 experts and the model 4: .*"):
-        trace.weights(1, 0, 4, 1)

@@ -2,7 +2,7 @@
 
     make bench ARGS="--routing hot:1,zipf"             # and balanced, in about a minute
     make bench ARGS="--routing hot:1 --budget 8"       # also with --moe-activation-budget 8
-    python tools/bench/routing.py --routing trace:runs/x/metrics.jsonl --expert-selection aoe
+    python tools/bench/routing.py --routing hot:0.5 --expert-selection aoe
 
 The experts are divided over --ranks processes of this machine, so a busy expert makes a busy rank.
 Each line is a workload of --moe-router-force-routing. The columns are: the rows of the busiest rank

@@ -115,7 +115,7 @@ class TokensChoose(Selection):
     moe_router_force_routing: str | None = option(
         None,
         "for benchmarks: the load of the experts, whatever the scores are; probabilities come from "
-        f"the scores. {FORMS}; without a number hot is 0.5, zipf 1, warmup 100. none: off",
+        f"the scores. {FORMS}; without a number hot is 0.5 and zipf 1. none: off",
     )
 
     @property
