@@ -1,4 +1,8 @@
-"""Rows as from a run, without any timing."""
+"""Rows as from a run, without any timing, and those of a file of --json."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 from tools.bench.results import BenchResult, BenchRow
 
@@ -21,3 +25,17 @@ def row(*results: BenchResult, ceiling: tuple[float, ...] = (), **fields: object
         "amount": 2e6,
     }
     return BenchRow(ceiling=result("copy", *ceiling), results=list(results), **about | fields)
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
+    """What is known of the run, and its rows."""
+    about = json.loads(path.read_text())
+    rows = [
+        BenchRow(
+            **row
+            | {"ceiling": BenchResult(**row["ceiling"])}
+            | {"results": [BenchResult(**result) for result in row["results"]]}
+        )
+        for row in about.pop("rows")
+    ]
+    return about, rows

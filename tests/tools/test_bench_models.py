@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import ParallelConfig
 from moe_parallel.parallel import initialize_groups
 from tests.distributed import run_distributed
+from tests.tools.bench_rows import read_json
 from tests.tools.running import run_tool_forked
 from tools.bench import models
 from tools.bench.models import main
-from tools.bench.results import read_json
 from tools.bench.sizes import SMALL, ModelSize
 from tools.bench.whole_models import BENCHES, ModelTerms, hugging_face_model, number_of_weights
 

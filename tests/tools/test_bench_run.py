@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tools.bench_rows import read_json
 from tests.tools.running import ROOT
-from tools.bench.results import read_json
 from tools.bench.run import main
 
 TOOL = ROOT / "tools" / "bench" / "run.py"

@@ -9,10 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.errors import InputError
-from moe_parallel.reading import parse_json, read_small
-
-FORMAT = 1  # version of the JSON file's layout
 DIFFERS = "DIFFERS"
 
 
@@ -79,30 +75,8 @@ def times_as_fast(one: BenchResult, other: BenchResult) -> float:
 
 
 def write_json(path: Path, about: dict[str, Any], rows: Iterable[BenchRow]) -> None:
-    content = {"format": FORMAT, **about, "rows": [asdict(row) for row in rows]}
+    content = {**about, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
-    """Read a file of `write_json`. Raises InputError for any other file."""
-    try:
-        content = parse_json(read_small(path))
-        if content["format"] != FORMAT:
-            raise InputError(f"{path} has format {content['format']}; this tool reads {FORMAT}")
-        rows = [
-            BenchRow(**row | {
-                "ceiling": BenchResult(**row["ceiling"]),
-                "results": [BenchResult(**result) for result in row["results"]],
-            })
-            for row in content.pop("rows")
-        ]  # fmt: skip
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is not a file of `run.py --json`") from None
-    return content, rows
 
 
 def format_row(
