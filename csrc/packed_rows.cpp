@@ -1,12 +1,11 @@
-// The rows of one message: a token as one expert sees it, C = x W_down of that choice if it is
-// sent, and the prob of the choice.
+// The rows of one message: a token, and the experts of the receiving rank that compute it.
 //
-//     [ x | C | unused | prob ]         `width` elements of x's type
+//     [ x | unused | experts | probs ]         `width` elements of x's type
 //
-// The prob is in the type of sums, in the last bytes of the row.
-#include <ATen/ops/empty.h>
+// The experts are int16, -1 for an empty place, and the probs of the type of sums, in the last bytes
+// of the row, where they begin at a multiple of their size.
+#include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <tuple>
 
 #include "permute_tensors.h"
@@ -17,90 +16,87 @@ namespace {
 // Views of the columns of packed rows.
 class MessageRows {
  public:
-  MessageRows(const at::Tensor& packed, int64_t token_width, int64_t rank)
-      : packed_(packed), token_width_(token_width), rank_(rank) {
-    const auto prob_bytes = static_cast<int64_t>(c10::elementSize(sum_type_of(packed)));
-    const int64_t bytes = bytes_of_element(packed), row_bytes = packed.size(1) * bytes;
+  MessageRows(const at::Tensor& packed, int64_t token_width, int64_t places)
+      : packed_(packed), token_width_(token_width), places_(places) {
+    const int64_t row_bytes = packed.size(1) * bytes_of_element(packed);
     TORCH_CHECK_VALUE(
-        (token_width + rank) * bytes + prob_bytes <= row_bytes && row_bytes % prob_bytes == 0,
-        "a packed row of ", packed.size(1), " elements cannot hold ", token_width, " of x, ", rank,
-        " of C and a prob");
+        places >= 0 && row_bytes % prob_bytes() == 0 &&
+            token_width * bytes_of_element(packed) + expert_bytes() + places * prob_bytes() <=
+                row_bytes,
+        "a packed row of ", packed.size(1), " elements cannot hold ", token_width, " of x and ",
+        places, " experts with their probs");
   }
 
   at::Tensor x() const { return packed_.narrow(1, 0, token_width_); }
-  at::Tensor c() const { return packed_.narrow(1, token_width_, rank_); }
-  at::Tensor prob() const {
-    const auto probs = packed_.view(sum_type_of(packed_));
-    return probs.narrow(1, probs.size(1) - 1, 1);
+  at::Tensor probs() const {
+    const auto values = packed_.view(sum_type_of(packed_));
+    return values.narrow(1, values.size(1) - places_, places_);
+  }
+  at::Tensor experts() const {
+    const auto numbers = packed_.view(at::kShort);
+    const int64_t behind = (expert_bytes() + places_ * prob_bytes()) / 2;
+    return numbers.narrow(1, numbers.size(1) - behind, places_);
   }
 
  private:
-  const at::Tensor& packed_;
-  int64_t token_width_, rank_;
-};
+  int64_t prob_bytes() const {
+    return static_cast<int64_t>(c10::elementSize(sum_type_of(packed_)));
+  }
+  // With what is unused up to the probs.
+  int64_t expert_bytes() const {
+    return (places_ * 2 + prob_bytes() - 1) / prob_bytes() * prob_bytes();
+  }
 
-void check_message(const at::Tensor& x, const at::Tensor& slots, const at::Tensor& rows) {
-  check_dim("x", x, 2);
-  check_index("slots", slots, 1);
-  check_index("rows", rows, 2);
-  check_together(x, {slots, rows});
-  scalar_type_of("x", x);
-}
+  const at::Tensor& packed_;
+  int64_t token_width_, places_;
+};
 
 }  // namespace
 
-at::Tensor pack_rows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
-                     const at::Tensor& rows, const std::optional<at::Tensor>& c_TKR,
-                     int64_t width) {
-  check_message(x, slots, rows);
-  check_together(x, {probs});
+at::Tensor pack_rows(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& probs,
+                     const at::Tensor& slots, const at::Tensor& rows, int64_t width) {
+  check_dim("x", x, 2);
+  check_index("slots", slots, 1);
+  check_index("rows", rows, 2);
+  check_dim("probs", probs, 2);
+  check_together(x, {slots, rows, experts, probs});
+  scalar_type_of("x", x);
   TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
                     rows.size(0));
-  check_sizes("probs", probs, rows.sizes());
+  check_sizes("probs", probs, {slots.size(0), probs.size(1)});
+  check_sizes("experts", experts, probs.sizes());
   TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(x), "probs must be ", sum_type_of(x),
                    " for tokens of ", x.scalar_type(), ", not ", probs.scalar_type());
-  const int64_t rank = c_TKR ? c_TKR->size(-1) : 0;
-  if (c_TKR) {
-    check_sizes("c_TKR", *c_TKR, {rows.size(0), rows.size(1), rank});
-    check_same_type("c_TKR", *c_TKR, "x", x);
-    check_together(x, {*c_TKR});
-  }
   const auto tokens = with_dense_rows(x), slots_1d = slots.contiguous(), map = rows.contiguous();
   auto packed = x.new_empty({slots.size(0), width});
-  const MessageRows to(packed, x.size(1), rank);
+  const MessageRows to(packed, x.size(1), probs.size(1));
   gather_rows_out(to.x(), tokens, slots_1d, rows.size(1), map.const_data_ptr<int64_t>());
-  if (c_TKR) gather_rows_out(to.c(), with_dense_rows(c_TKR->flatten(0, 1)), slots_1d, 1);
-  gather_rows_out(to.prob(), probs.contiguous().view({-1, 1}), slots_1d, 1);
+  to.experts().copy_(experts);
+  to.probs().copy_(probs);
   return packed;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_rows_backward(const at::Tensor& dpacked,
-                                                                  const at::Tensor& slots,
-                                                                  const at::Tensor& rows,
-                                                                  int64_t token_width,
-                                                                  int64_t rank) {
-  check_message(dpacked, slots, rows);
-  TORCH_CHECK_VALUE(slots.size(0) == dpacked.size(0), "there are ", dpacked.size(0),
-                    " packed rows, the row map has ", slots.size(0));
+std::tuple<at::Tensor, at::Tensor> pack_rows_backward(const at::Tensor& dpacked,
+                                                      const at::Tensor& rows, int64_t token_width,
+                                                      int64_t places) {
+  check_dim("dpacked", dpacked, 2);
+  check_index("rows", rows, 2);
+  check_together(dpacked, {rows});
+  scalar_type_of("dpacked", dpacked);
   const auto given = dpacked.contiguous(), map = rows.contiguous();
-  const MessageRows from(given, token_width, rank);
-  const int64_t tokens = rows.size(0), choices = rows.size(1);
-  auto dx = dpacked.new_empty({tokens, token_width});
+  const MessageRows from(given, token_width, places);
+  auto dx = dpacked.new_empty({rows.size(0), token_width});
   sum_rows_out(dx, from.x(), map);
-  auto dprobs = at::empty({tokens * choices, 1}, dpacked.options().dtype(sum_type_of(dpacked)));
-  gather_rows_out(dprobs, from.prob(), map, 1);
-  auto dc = dpacked.new_empty({rank > 0 ? tokens * choices : 0, rank});
-  if (rank > 0) gather_rows_out(dc, from.c(), map, 1);
-  return {dx, dprobs.view(rows.sizes()), dc.view({rank > 0 ? tokens : 0, choices, rank})};
+  return {dx, from.probs().clone()};
 }
 
 }  // namespace moe_parallel
 
 MOE_PARALLEL_OPERATOR("pack_rows",
-                      "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor? c_TKR, "
+                      "(Tensor x, Tensor experts, Tensor probs, Tensor slots, Tensor rows, "
                       "int width) -> Tensor",
                       moe_parallel::pack_rows)
 MOE_PARALLEL_OPERATOR("pack_rows_backward",
-                      "(Tensor dpacked, Tensor slots, Tensor rows, int token_width, int rank) "
-                      "-> (Tensor dx, Tensor dprobs, Tensor dc_TKR)",
+                      "(Tensor dpacked, Tensor rows, int token_width, int places) "
+                      "-> (Tensor dx, Tensor dprobs)",
                       moe_parallel::pack_rows_backward)

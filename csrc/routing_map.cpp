@@ -29,7 +29,7 @@ void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
     const at::Tensor& experts, int64_t num_experts, std::optional<int64_t> pad_rows_per_expert,
-    bool all_chosen) {
+    std::optional<int64_t> num_rows) {
   check_index("experts", experts, 2);
   TORCH_CHECK_VALUE(num_experts >= 0, "num_experts must not be negative: ", num_experts);
   TORCH_CHECK_VALUE(!pad_rows_per_expert || *pad_rows_per_expert >= 0,
@@ -50,8 +50,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
     const auto chosen = chunk_counts.slice(0, 0, num_experts).sum(1);
     const int64_t counted = chunk_counts.sum().item<int64_t>();
     check_counts(chosen, choices - counted, pad_rows_per_expert);
-    TORCH_CHECK_VALUE(!all_chosen || chosen.sum().item<int64_t>() == choices,
-                      "all_chosen was promised, but a choice names no expert");
+    const int64_t named = chosen.sum().item<int64_t>();
+    TORCH_CHECK_VALUE(!num_rows || named == *num_rows, "num_rows is ", num_rows.value_or(0),
+                      ", but ", named, " choices name an expert");
   }
   auto counts = experts.new_empty({num_experts});
   auto first_row = experts.new_empty({num_experts, chunks});
@@ -61,11 +62,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
                            .num_experts = num_experts,
                            .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
                            .chunks = chunks});
-  const int64_t num_rows = pad_rows_per_expert ? num_experts * *pad_rows_per_expert
-                           : all_chosen        ? choices
+  const int64_t all_rows = pad_rows_per_expert ? num_experts * *pad_rows_per_expert
+                           : num_rows          ? *num_rows
                                                : counts.sum().item<int64_t>();
 
-  auto slots = experts.new_full({num_rows}, -1);
+  auto slots = experts.new_full({all_rows}, -1);
   auto rows = at::full_like(experts_2d, -1);
   launch(experts, PlaceChoices{.experts = experts_2d.const_data_ptr<int64_t>(),
                                .first_row = first_row.const_data_ptr<int64_t>(),
@@ -73,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
                                .rows = rows.mutable_data_ptr<int64_t>(),
                                .choices = choices,
                                .num_experts = num_experts,
-                               .num_rows = num_rows,
+                               .num_rows = all_rows,
                                .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
                                .chunks = chunks,
                                .chunk_size = chunk_size});
@@ -84,5 +85,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
 
 MOE_PARALLEL_OPERATOR("routing_map",
                       "(Tensor experts, SymInt num_experts, SymInt? pad_rows_per_expert, "
-                      "bool all_chosen) -> (Tensor slots, Tensor rows, Tensor counts)",
+                      "SymInt? num_rows) -> (Tensor slots, Tensor rows, Tensor counts)",
                       moe_parallel::routing_map)

@@ -1,6 +1,5 @@
 """Dispatch of tokens to experts and combination of outputs. The layout selects the dispatcher."""
 
-from functools import partial
 from typing import Any
 
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher
@@ -16,21 +15,17 @@ def build_dispatcher(
     groups: Groups,
     ops: Ops,
     progress: Progress,
-    send_c: bool = False,
     parts: int = 1,
 ) -> Dispatcher[Any]:
     """The local dispatcher if this rank holds every expert completely; otherwise all-to-all.
 
-    `progress` is told when this rank exchanges rows. `send_c`: send C = x W_down with the rows that
-    go to other ranks. `parts`: divide the experts of a rank into parts, and send the rows of each
-    part by themselves.
+    `progress` is told when this rank exchanges rows. `parts`: divide the experts of a rank into
+    parts, and send the rows of each part by themselves.
     """
     if groups.etp_ep.size() == 1:
         return LocalDispatcher(num_experts, ops)
-    build = AllToAllDispatcher if parts == 1 else partial(AllToAllInParts, parts)
-    return build(
-        num_experts, groups.etp_ep, groups.etp.size(), ops, takes_c=send_c, progress=progress
-    )
+    build = AllToAllDispatcher if parts == 1 else AllToAllInParts
+    return build(num_experts, groups.etp_ep, groups.etp.size(), ops, progress, parts)
 
 
 __all__ = [

@@ -1,19 +1,21 @@
 """Dispatch over expert-parallel and expert-tensor-parallel ranks, by all-to-all in each direction.
 
+A token travels once to each rank that holds experts it has chosen. The rank computes them all, sums
+their outputs in fp32, and returns one row; the token's own rank sums the rows of all ranks.
+
 The group holds every expert exactly once. Rank (e, t) holds shard t of the matrices of the experts
-e L .. (e+1) L - 1, and t varies fastest. A token's row is sent to all shards of its expert: to the
-row map each shard is an expert of its own, so the choice of an expert is one choice of each of its
-shards. Each shard computes a partial result, and the token's own rank sums the results of all
-choices and shards at once.
+e L .. (e+1) L - 1, and t varies fastest. A token is sent to all shards of its expert: each shard is
+an expert of its own here, so the choice of an expert is one choice of each of its shards, which
+computes a partial result.
 
-A row is one message: the token, the prob of the choice and, if it is sent, C (ops/packed_rows.py).
-Received rows are in the order of the sending ranks. The experts find their rows with a row map, and
-nothing is sorted in memory.
+A row is one message: the token, its experts there and their probs (ops/packed_rows.py). Received
+rows are in the order of the sending ranks. The experts find them with a row map, as they find the
+tokens of a rank that sends nothing, and nothing is sorted in memory.
 
-Shape suffixes: R ranks of the group (in `sent_R`, `*_RL`) or the low-rank size (in `c_*R`), L
-experts on this rank, T tokens of this rank, K choices of each, J = K S choices of shards, E all
-experts, S shards of each, N rows sent, M rows received, W elements of a packed row; others as in
-`dispatched`.
+Shape suffixes: D destinations (ranks, or the ranks of each part) or model width (in `x_*D`), L
+experts of a destination, R ranks, T tokens of this rank, K choices of each, S shards of an expert,
+J = K S choices of shards, E all experts, P = min(K, L) places of a row, N rows sent, M rows
+received, W elements of a packed row, C = 2 counts: rows, and choices in them.
 """
 
 from __future__ import annotations
@@ -38,26 +40,60 @@ class AllToAllRoute:
     row_map: RowMap  # the rows of this rank's own tokens, as they are sent
     sent_R: list[int]  # rows sent to each rank
     received_R: list[int]  # rows received from each rank
+    choices: int  # in the rows received
 
 
 @dataclass(frozen=True)
-class PackedSizes:
-    """The elements of a token, and of its C, in a packed row."""
+class Visits:
+    """The destinations of each token, in their order: one visit to each.
 
-    width: int
-    rank: int  # 0: C is not sent
+    Choices are sorted by destination; a token visits one with the first of those that it has there.
+    """
+
+    visited_TJ: torch.Tensor  # int64, the destination that a choice is the first to name, or -1
+    to_TJ: torch.Tensor  # the destination of each choice; D: none
+    order_TJ: torch.Tensor  # the choice of a shard at each place of that order
 
     @classmethod
-    def of(cls, x_TD: torch.Tensor, choices: Choices) -> PackedSizes:
-        return cls(x_TD.shape[1], 0 if choices.c_TKR is None else choices.c_TKR.shape[2])
+    def of(cls, to_TJ: torch.Tensor, destinations: int) -> Visits:
+        to_TJ, order_TJ = to_TJ.sort(dim=1, stable=True)
+        before_TJ = F.pad(to_TJ, (1, 0), value=-1)[:, :-1]
+        is_first_TJ = (to_TJ != before_TJ) & (to_TJ < destinations)
+        return cls(to_TJ.where(is_first_TJ, -1), to_TJ, order_TJ)
+
+    def counts(self, destinations: int) -> torch.Tensor:
+        """The tokens that visit each destination, and the choices that they have there: [D, 2]."""
+        counts_CX = self.to_TJ.new_zeros(2, destinations + 1)
+        ones_CX = torch.ones_like(self.to_TJ).flatten().expand(2, -1)
+        visited_X = self.visited_TJ.flatten() % (destinations + 1)  # -1 is the last bin
+        counts_CX.scatter_add_(1, torch.stack([visited_X, self.to_TJ.flatten()]), ones_CX)
+        return counts_CX[:, :-1].t().contiguous()
+
+    def slots(self, row_map: RowMap, places: int, destinations: int) -> torch.Tensor:
+        """The choice t J + j in each place of the rows; -1: empty. int64 [N, P].
+
+        `row_map`: of `visited_TJ`.
+        """
+        tokens, width = self.to_TJ.shape
+        # Rows are sorted by destination, so those of a token rise with the places in its order.
+        row_TJ = row_map.rows_TK.cummax(dim=1).values
+        here_J = torch.arange(width, device=self.to_TJ.device)
+        first_TJ = here_J.where(self.visited_TJ >= 0, 0).cummax(dim=1).values
+        place_TJ = row_TJ * places + here_J - first_TJ
+        unused = len(row_map.slots_N) * places
+        slots_X = self.to_TJ.new_full((unused + 1,), -1)
+        first_slot_T1 = width * torch.arange(tokens, device=self.to_TJ.device)[:, None]
+        place_X = place_TJ.where(self.to_TJ < destinations, unused).flatten()
+        slots_X.scatter_(0, place_X, (first_slot_T1 + self.order_TJ).flatten())
+        return slots_X[:unused].view(-1, places)
 
 
 class AllToAllDispatcher:
-    """Sends rows to experts that are spread over `group`, each split into `expert_shards`."""
+    """Sends tokens to experts that are spread over `group`, each split into `expert_shards`."""
 
-    # The gradient of the softmax over the norms needs the gradients of all probs of a token, which
-    # arise on several ranks.
-    takes_norms = False
+    # The expert's rank computes C once more. The gradient of the softmax over the norms needs the
+    # gradients of all probs of a token, which arise on several ranks.
+    passes_c = False
 
     def __init__(
         self,
@@ -65,8 +101,8 @@ class AllToAllDispatcher:
         group: dist.ProcessGroup,
         expert_shards: int,
         ops: Ops,
-        takes_c: bool = False,
         progress: Progress | None = None,
+        parts: int = 1,
     ) -> None:
         """
         Args:
@@ -74,91 +110,100 @@ class AllToAllDispatcher:
             group: the ranks that together hold every expert once; shards vary fastest.
             expert_shards: the number of ranks that share the matrices of one expert (etp).
             ops: the operators.
-            takes_c: send C = x W_down with each row. It pays if the link is faster than computing
-                C again.
             progress: told when this rank exchanges rows, forward and backward; None: nobody is.
+            parts: into which the experts of a rank are divided; see in_parts.
         """
         assert group.size() % expert_shards == 0, (group.size(), expert_shards)
         self.num_experts = num_experts
         self.group = group
         self.expert_shards = expert_shards
         self.ops = ops
-        self.takes_c = takes_c
         self.progress = progress or Progress()
-        self.parts = 1  # into which the experts of a rank are divided; see in_parts
+        self.parts = parts
+        self.destinations = parts * group.size()  # the ranks of the first part, of the second, ...
+        self.experts_there = num_experts * expert_shards // self.destinations
+        assert self.experts_there * self.destinations == num_experts * expert_shards
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[AllToAllRoute]:
-        row_map = self._row_map(choices, pad_rows_per_expert)
-        sent_RL = row_map.counts_E.view(-1, self._experts_per_rank)
-        received_RL = torch.empty_like(sent_RL)
-        with self.progress.during(Phase.DISPATCH):
-            dist.all_to_all_single(received_RL, sent_RL, group=self.group)
-            both_2R = torch.stack([sent_RL.sum(1), received_RL.sum(1)])
-            sent_R, received_R = self.ops.read_sizes(both_2R, len(row_map.slots_N))
-        route = AllToAllRoute(row_map, sent_R, received_R)
-
-        packed_NW = self._pack(x_TD, choices, row_map)
-        packed_MW = self._exchange(packed_NW, received_R, sent_R)
+        packed_NW, (route,) = self._pack(x_TD, choices, pad_rows_per_expert)
+        packed_MW = self._exchange(packed_NW, route.received_R, route.sent_R)
         wire_bytes = self._wire_bytes(route, row_bytes(packed_NW), row_bytes(x_TD))
-        sizes = PackedSizes.of(x_TD, choices)
-        return self._arrived(packed_MW, sizes, received_RL, route, wire_bytes)
+        return self._arrived(packed_MW, x_TD, choices, pad_rows_per_expert, route, wire_bytes)
 
     def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         y_ND = self._exchange(y_MD, route.sent_R, route.received_R)
         return self.ops.unpermute(y_ND, route.row_map)
 
-    @property
-    def _experts_per_rank(self) -> int:
-        return self.num_experts * self.expert_shards // self.group.size()
+    def _pack(
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+    ) -> tuple[torch.Tensor, list[AllToAllRoute]]:
+        """The rows of all parts as they are sent, and the route of each part."""
+        numbers_TJ = self._numbers(choices.experts_TK)
+        nowhere = self.destinations * self.experts_there
+        to_TJ = numbers_TJ.where(numbers_TJ >= 0, nowhere) // self.experts_there
+        visits = Visits.of(to_TJ, self.destinations)
+        sent_DC, padded = visits.counts(self.destinations), None
+        if pad_rows_per_expert is not None:
+            padded = min(len(x_TD), self.experts_there * pad_rows_per_expert)
+            sent_DC[:, 0] = padded
+        received_DC = self._exchange_counts(sent_DC)
+        sizes = self.ops.read_sizes(torch.stack([sent_DC, received_DC]), len(x_TD), padded)
+        rows = None if padded is not None else sum(of_rows for of_rows, _ in sizes[0])
+        row_map = self.ops.routing_map(visits.visited_TJ, self.destinations, padded, rows)
 
-    def _row_map(self, choices: Choices, pad_rows_per_expert: int | None) -> RowMap:
-        """The rows of this rank's tokens, in the order in which they are sent."""
-        experts_TJ = choices.experts_TK
-        if self.expert_shards > 1 or self.parts > 1:
-            numbers_ES = self._numbers_of_shards(experts_TJ.device)
-            numbers_ES = F.pad(numbers_ES, (0, 0, 0, 1), value=-1)  # -1 is the last entry
-            experts_TJ = numbers_ES[experts_TJ].flatten(1)
-        count = self.num_experts * self.expert_shards
-        return self.ops.routing_map(experts_TJ, count, pad_rows_per_expert, choices.all_chosen)
+        slots_NP = visits.slots(row_map, self._places(choices), self.destinations)
+        experts_X = F.pad(numbers_TJ.flatten() % self.experts_there, (0, 1), value=-1)
+        probs_X = F.pad(choices.probs_TK.flatten(), (0, 1))
+        choice_NP = slots_NP.div(self.expert_shards, rounding_mode="floor") % len(probs_X)
+        probs_NP = probs_X.gather(0, choice_NP.flatten()).view_as(slots_NP)
+        packed_NW = self.ops.pack_rows(x_TD, experts_X[slots_NP], probs_NP, row_map)
+        routes = []
+        for first in range(0, self.destinations, self.group.size()):
+            sent, received = (of_all[first : first + self.group.size()] for of_all in sizes)
+            sent_R, received_R = ([of_rows for of_rows, _ in each] for each in (sent, received))
+            routes.append(AllToAllRoute(row_map, sent_R, received_R, sum(n for _, n in received)))
+        return packed_NW, routes
 
-    def _numbers_of_shards(self, device: torch.device) -> torch.Tensor:
-        """The shards of each expert, numbered by part, by rank, then by expert: [E, shards]."""
-        of_part = self._experts_per_rank // self.parts
-        sizes = (self.parts, -1, self.expert_shards, of_part)
-        numbers = torch.arange(self.num_experts * self.expert_shards, device=device).view(sizes)
-        return numbers.permute(1, 0, 3, 2).reshape(self.num_experts, self.expert_shards)
+    def _places(self, choices: Choices) -> int:
+        """P, the most experts of a token at one destination."""
+        return min(choices.experts_TK.shape[1], self.experts_there)
 
-    def _pack(self, x_TD: torch.Tensor, choices: Choices, row_map: RowMap) -> torch.Tensor:
-        """The rows of `row_map` as they are sent."""
-        probs_TJ, c_TJR = choices.probs_TK, choices.c_TKR
-        if self.expert_shards > 1:
-            probs_TJ = probs_TJ.repeat_interleave(self.expert_shards, dim=1)
-        if self.expert_shards > 1 and c_TJR is not None:
-            c_TJR = c_TJR.repeat_interleave(self.expert_shards, dim=1)
-        return self.ops.pack_rows(x_TD, probs_TJ, row_map, c_TJR)
+    def _numbers(self, experts_TK: torch.Tensor) -> torch.Tensor:
+        """The shards of the chosen experts, numbered by part, by rank, then by expert: [T, J]."""
+        if self.expert_shards == 1 and self.parts == 1:
+            return experts_TK
+        sizes = (self.parts, -1, self.expert_shards, self.experts_there)
+        count = self.destinations * self.experts_there
+        numbers = torch.arange(count, device=experts_TK.device).view(sizes)
+        numbers_ES = numbers.permute(1, 0, 3, 2).reshape(self.num_experts, self.expert_shards)
+        return F.pad(numbers_ES, (0, 0, 0, 1), value=-1)[experts_TK].flatten(1)  # -1: the last
+
+    def _exchange_counts(self, sent_DC: torch.Tensor) -> torch.Tensor:
+        """The counts from each destination, which for the ranks is a source."""
+        sent_RX = sent_DC.view(self.parts, -1, 2).transpose(0, 1).contiguous()
+        received_RX = torch.empty_like(sent_RX)
+        with self.progress.during(Phase.DISPATCH):
+            dist.all_to_all_single(received_RX, sent_RX, group=self.group)
+        return received_RX.transpose(0, 1).reshape(-1, 2)
 
     def _arrived(
         self,
         packed_MW: torch.Tensor,
-        sizes: PackedSizes,
-        received_RL: torch.Tensor,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
         route: AllToAllRoute,
         wire_bytes: int,
     ) -> Dispatched[AllToAllRoute]:
         """What the experts here compute with."""
-        x_MD, probs_M, c_MR = unpack_rows(packed_MW, sizes.width, sizes.rank)
-        row_map = self._row_map_of_arrivals(received_RL, len(x_MD))
-        c_MJR = None if c_MR is None else c_MR.unsqueeze(1)
-        return Dispatched(x_MD, probs_M.unsqueeze(1), row_map, c_MJR, route, wire_bytes)
-
-    def _row_map_of_arrivals(self, received_RL: torch.Tensor, rows: int) -> RowMap:
-        """The row map of the local experts. Received rows are sorted by sender, then by expert."""
-        num_local = received_RL.size(1)
-        experts_X = torch.arange(received_RL.numel(), device=received_RL.device) % num_local
-        experts_M = experts_X.repeat_interleave(received_RL.flatten(), output_size=rows)
-        return self.ops.routing_map(experts_M.unsqueeze(1), num_local, all_chosen=True)
+        x_MD, experts_MP, probs_MP = unpack_rows(packed_MW, x_TD.shape[1], self._places(choices))
+        count, padded = route.choices, None
+        if pad_rows_per_expert is not None:
+            count, padded = None, pad_rows_per_expert * self.group.size()
+        row_map = self.ops.routing_map(experts_MP, self.experts_there, padded, count)
+        return Dispatched(x_MD, probs_MP, row_map, None, route, wire_bytes)
 
     def _exchange(
         self, rows: torch.Tensor, received_R: list[int], sent_R: list[int]

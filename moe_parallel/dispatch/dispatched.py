@@ -27,7 +27,7 @@ class Dispatched(Generic[Route]):
     x_MD: torch.Tensor  # 0 in padding
     probs_MJ: torch.Tensor  # fp32; 0 in padding
     row_map: RowMap  # rows of the experts of this rank
-    c_MJR: torch.Tensor | None  # C = x W_down of each choice; None: not sent
+    c_MJR: torch.Tensor | None  # C = x W_down of each choice; None: to be computed again
     route: Route  # opaque; `combine` of the same dispatcher takes it
     wire_bytes: int  # that this rank sends to others in the forward pass, outputs included
     norms_MJ: torch.Tensor | None = None  # of c_MJR, if the experts differentiate them
@@ -36,8 +36,7 @@ class Dispatched(Generic[Route]):
 class Dispatcher(Protocol[Route]):
     """Dispatches tokens to experts and combines the outputs. Holds no state between the two."""
 
-    takes_c: bool  # whether C of the choices is passed to the experts; if not, it is recomputed
-    takes_norms: bool  # whether the norms of C may be passed, too
+    passes_c: bool  # whether C of the choices, and its norms, are passed to the experts
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
@@ -72,8 +71,7 @@ def rows_of_choices(row_map: RowMap) -> RowMap:
 class LocalDispatcher:
     """The dispatcher for a rank that holds all E experts completely."""
 
-    takes_c = True
-    takes_norms = True
+    passes_c = True
 
     def __init__(self, num_experts: int, ops: Ops) -> None:
         self.num_experts = num_experts
@@ -83,7 +81,7 @@ class LocalDispatcher:
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[None]:
         row_map = self.ops.routing_map(
-            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
+            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.number
         )
         return Dispatched(
             x_TD,

@@ -83,7 +83,7 @@ class AutonomousLayer(DispatchedLayer):
             fp8=context.fp8 is not None, capacity=context.capacity is not None
         )
         # A loss needs norms with a gradient of their own.
-        self.joins_norms = may_join and self.dispatcher.takes_norms and not self.losses
+        self.joins_norms = may_join and self.dispatcher.passes_c and not self.losses
         rank = selection.aoe_low_rank_size
         if self.free is not None:
             self.add_replicated_weight("w_free_Z", self.free.number)
@@ -127,8 +127,8 @@ class AutonomousLayer(DispatchedLayer):
         `chosen`: K other experts of each token, from the norms. None: those with the greatest.
         """
         assert rule.ranking is None and rule.groups is None
-        takes_c = self.dispatcher.takes_c
-        keep: Keep = "chosen" if takes_c else "nothing"
+        passes_c = self.dispatcher.passes_c
+        keep: Keep = "chosen" if passes_c else "nothing"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.joins_norms):
             scores = self.context.ops.norm_topk(
                 x_TD,
@@ -144,7 +144,7 @@ class AutonomousLayer(DispatchedLayer):
         if self.joins_norms:
             assert rule.probs is softmax_of_selected
             norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
-        return replace(choices, c_TKR=scores.c_TKR if takes_c else None, norms_TK=norms_TK)
+        return replace(choices, c_TKR=scores.c_TKR if passes_c else None, norms_TK=norms_TK)
 
     def _choose_by(
         self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens

@@ -65,7 +65,6 @@ class DispatchedLayer(ExpertLayer):
             context.groups,
             context.ops,
             context.progress,
-            selection.sends_c,
             context.dispatch_parts,
         )
         self.free = build_free_experts(self, selection)
@@ -218,17 +217,18 @@ class DispatchedLayer(ExpertLayer):
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> tuple[torch.Tensor, int, int]:
         """The output of the experts, on whatever ranks they are, [T, D]; the bytes that this rank
-        sends to others, and the rows that it receives."""
+        sends to others, and the choices that its experts compute."""
         dispatcher = self.dispatcher
         if isinstance(dispatcher, AllToAllInParts):
             departed = dispatcher.dispatch_parts(x_TD, choices, pad_rows_per_expert)
             outputs = self.compute_parts(departed.parts, dispatcher.parts)
             y_TD = dispatcher.combine_parts(outputs, departed)
-            wire_bytes, received = departed.wire_bytes, departed.rows
+            wire_bytes = departed.wire_bytes
+            received = sum(route.choices for route in departed.routes_C)
         else:
             rows = dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
             y_TD = dispatcher.combine(self.compute(rows), rows.route)
-            wire_bytes, received = rows.wire_bytes, len(rows.x_MD)
+            wire_bytes, received = rows.wire_bytes, len(rows.row_map.slots_N)
         if choices.output_TD is not None:
             y_TD = y_TD + choices.output_TD
         return y_TD, wire_bytes, received

@@ -147,9 +147,8 @@ class BoundedExperts:
         def compute_part(
             x_TD: Tensor, probs_TK: Tensor, experts_TK: Tensor, *others: Tensor | None
         ) -> Tensor:
-            part_map = self.ops.routing_map(
-                experts_TK, row_map.counts_E.size(0), all_chosen=all_chosen
-            )
+            num_rows = experts_TK.numel() if all_chosen else None
+            part_map = self.ops.routing_map(experts_TK, row_map.counts_E.size(0), num_rows=num_rows)
             return compute(x_TD, probs_TK, part_map, *others)
 
         return torch.cat(

@@ -1,16 +1,16 @@
-"""The rows of one message: what an expert on another rank needs of a token, in plain torch.
+"""The rows of one message: what the experts of another rank need of a token, in plain torch.
 
-    [ x | C | unused | prob ]
+    [ x | unused | experts | probs ]
 
-x has D elements. C = x W_down has R, and is there only if it is sent. The prob is in fp32 (fp64 for
-fp64) in the last bytes, whatever the dtype of x. A row is a multiple of 16 bytes, so that kernels
-can read it 16 bytes at a time; up to 12 bytes are unused.
+x has D elements. The J experts are int16, numbered on the rank that receives the row; -1 is an
+empty place. Their probs are in fp32 (fp64 for fp64) in the last bytes, whatever the dtype of x. A
+row is a multiple of 16 bytes, so that kernels can read it 16 bytes at a time.
 
-No arithmetic may be done with such rows, or with their gradients, because the bits of a prob mean
-nothing in the dtype of x. The receiver computes with views of the rows, without copying them.
+No arithmetic may be done with such rows, or with their gradients, because the bits behind x mean
+nothing in its dtype. The receiver computes with views of the rows, without copying x.
 
-Shape suffixes: T tokens, D model width, K choices of each, N rows, R low-rank size, W elements of a
-packed row.
+Shape suffixes: T tokens, D model width, K rows of each at most, N rows, J experts of a row at most,
+W elements of a packed row.
 """
 
 from __future__ import annotations
@@ -32,50 +32,54 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def packed_width(x: Tensor, rank: int) -> int:
-    """W for the tokens `x` and C of `rank` elements, in elements of x's dtype."""
-    used = (x.shape[1] + rank) * x.element_size() + sum_dtype(x.dtype).itemsize
+def packed_width(x: Tensor, places: int) -> int:
+    """W for the tokens `x` with `places` experts each, in elements of x's dtype."""
+    prob = sum_dtype(x.dtype).itemsize
+    used = x.shape[1] * x.element_size() + _expert_bytes(x.dtype, places) + places * prob
     return math.ceil(used / ALIGNMENT) * ALIGNMENT // x.element_size()
 
 
-def pack_rows(
-    x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, c_TKR: Tensor | None = None
-) -> Tensor:
-    """packed_NW: row n is the token, the prob and, if given, C of the choice that fills it.
+def _expert_bytes(dtype: torch.dtype, places: int) -> int:
+    """The bytes of the experts, up to those of the probs, which begin at a multiple of their own
+    size."""
+    prob = sum_dtype(dtype).itemsize
+    return math.ceil(places * torch.int16.itemsize / prob) * prob
 
-    They are 0 in a padding row. The gradient of a token is the sum of the gradients of its rows.
+
+def pack_rows(x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap) -> Tensor:
+    """packed_NW: row n is the token of slot n, 0 in a padding row, with its experts and probs.
+
+    The gradient of a token is the sum of the gradients of its rows.
     """
-    packed_NW: Tensor = _Pack.apply(x_TD, probs_TK, c_TKR, row_map)
+    packed_NW: Tensor = _Pack.apply(x_TD, experts_NJ, probs_NJ, row_map)
     return packed_NW
 
 
-def unpack_rows(packed_NW: Tensor, width: int, rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x_ND and c_NR (None if `rank` is 0), which are views of the packed rows, and probs_N.
+def unpack_rows(packed_NW: Tensor, width: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x_ND, a view of the packed rows, and experts_NJ (int64) and probs_NJ of each row.
 
     In the backward pass, a gradient of x whose rows are as far apart as those of x becomes the
-    packed gradient itself: nothing but the probs' gradient, and that of C, is then copied. So x may
-    be used only by operators that allocate its gradient, because the memory between the rows of
-    that gradient is written.
+    packed gradient itself: nothing but the probs' gradient is then copied. So x may be used only by
+    operators that allocate its gradient, because the memory between the rows of that gradient is
+    written.
     """
-    x_ND, probs_N, c_NR = _Unpack.apply(packed_NW, width, rank)
-    return x_ND, probs_N, c_NR if rank else None
+    x_ND, experts_NJ, probs_NJ = _Unpack.apply(packed_NW, width, places)
+    return x_ND, experts_NJ, probs_NJ
 
 
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, probs_TK: Tensor, c_TKR: Tensor | None, row_map: RowMap
+        ctx: Any, x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap
     ) -> Tensor:
         slots_N, rows_TK, _ = row_map
         ctx.save_for_backward(rows_TK)
-        ctx.width, ctx.rank = x_TD.shape[1], 0 if c_TKR is None else c_TKR.shape[2]
+        ctx.width, ctx.places = x_TD.shape[1], probs_NJ.shape[1]
         token_N = slots_N.div(rows_TK.shape[1], rounding_mode="floor")  # -1 stays -1
-        packed_NW = x_TD.new_zeros(len(slots_N), packed_width(x_TD, ctx.rank))
+        packed_NW = x_TD.new_zeros(len(slots_N), packed_width(x_TD, ctx.places))
         packed_NW[:, : ctx.width] = _picked(x_TD, token_N)
-        if c_TKR is not None:
-            of_c = slice(ctx.width, ctx.width + ctx.rank)
-            packed_NW[:, of_c] = _picked(c_TKR.flatten(0, 1), slots_N)
-        _probs(packed_NW)[:] = _picked(probs_TK.flatten()[:, None], slots_N)
+        _experts(packed_NW, ctx.places)[:] = experts_NJ
+        _probs(packed_NW, ctx.places)[:] = probs_NJ
         return packed_NW
 
     @staticmethod
@@ -84,28 +88,21 @@ class _Pack(torch.autograd.Function):
         d = dpacked_NW.contiguous()
         dx_TKD = _picked(d[:, : ctx.width], rows_TK)
         dx_TD = dx_TKD.to(sum_dtype(d.dtype)).sum(1).to(d.dtype)
-        dprobs_TK = _picked(_probs(d), rows_TK)[..., 0]
-        dc_TKR = None
-        if ctx.rank:
-            dc_TKR = _picked(d[:, ctx.width : ctx.width + ctx.rank], rows_TK)
-        return dx_TD, dprobs_TK, dc_TKR, None
+        return dx_TD, None, _probs(d, ctx.places).clone(), None
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed_NW: Tensor, width: int, rank: int) -> tuple[Tensor, ...]:
-        ctx.packed_width, ctx.width, ctx.rank = packed_NW.shape[1], width, rank
-        c_NR = packed_NW[:, width : width + rank]
-        return packed_NW[:, :width], _probs(packed_NW)[:, 0].clone(), c_NR
+    def forward(ctx: Any, packed_NW: Tensor, width: int, places: int) -> tuple[Tensor, ...]:
+        ctx.packed_width, ctx.places = packed_NW.shape[1], places
+        experts_NJ = _experts(packed_NW, places).long()
+        ctx.mark_non_differentiable(experts_NJ)
+        return packed_NW[:, :width], experts_NJ, _probs(packed_NW, places).clone()
 
     @staticmethod
-    def backward(
-        ctx: Any, dx_ND: Tensor, dprobs_N: Tensor, dc_NR: Tensor
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx_ND: Tensor, _: None, dprobs_NJ: Tensor) -> tuple[Tensor, None, None]:
         dpacked_NW = _whole_rows(dx_ND, ctx.packed_width)
-        if ctx.rank:
-            dpacked_NW[:, ctx.width : ctx.width + ctx.rank] = dc_NR
-        _probs(dpacked_NW)[:, 0] = dprobs_N
+        _probs(dpacked_NW, ctx.places)[:] = dprobs_NJ
         return dpacked_NW, None, None
 
 
@@ -114,9 +111,18 @@ def _picked(values: Tensor, index: Tensor) -> Tensor:
     return functional.pad(values, (0, 0, 0, 1))[index]
 
 
-def _probs(packed_NW: Tensor) -> Tensor:
-    """A view of the probs, [N, 1]."""
-    return packed_NW.view(sum_dtype(packed_NW.dtype))[:, -1:]
+def _probs(packed_NW: Tensor, places: int) -> Tensor:
+    """A view of the probs, [N, J]."""
+    values = packed_NW.view(sum_dtype(packed_NW.dtype))
+    return values[:, values.shape[1] - places :]
+
+
+def _experts(packed_NW: Tensor, places: int) -> Tensor:
+    """A view of the experts, int16 [N, J]."""
+    numbers = packed_NW.view(torch.int16)
+    behind = places * sum_dtype(packed_NW.dtype).itemsize
+    first = numbers.shape[1] - (behind + _expert_bytes(packed_NW.dtype, places)) // 2
+    return numbers[:, first : first + places]
 
 
 def _whole_rows(dx_ND: Tensor, packed_width: int) -> Tensor:

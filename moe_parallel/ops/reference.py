@@ -33,18 +33,18 @@ def routing_map(
     experts_TK: Tensor,
     num_experts: int,
     pad_rows_per_expert: int | None = None,
-    all_chosen: bool = False,
+    num_rows: int | None = None,
 ) -> RowMap:
     """Sort the choices by expert. The sort is stable: it keeps the order of tokens and choices.
 
     experts_TK: int64, the expert of each choice; -1 for an empty slot (not chosen, or dropped).
     pad_rows_per_expert: with a value C, every expert gets exactly C rows. The padding is at the end
         of the expert's rows.
-    all_chosen: a promise that no choice is -1. With it, or with pad_rows_per_expert, the number of
-        rows follows from the shapes, and the host does not wait for a count from the GPU.
+    num_rows: the number of choices that are not -1, if the host knows it. With it, or with
+        pad_rows_per_expert, the host does not wait for a count from the GPU.
 
     Raises ValueError if an expert is num_experts or above, if an expert has more than C choices, or
-    if the promise is broken. On a GPU the native operators do not check this, because that would
+    if num_rows is wrong. On a GPU the native operators do not check this, because that would
     make the host wait; they leave such a choice out.
     """
     chosen_S = experts_TK.flatten()
@@ -53,8 +53,10 @@ def routing_map(
             f"expert {int(chosen_S.max())} was chosen, but there are only {num_experts} experts"
         )
     chosen_E = torch.bincount(chosen_S[chosen_S >= 0], minlength=num_experts)
-    if all_chosen and int(chosen_E.sum()) != chosen_S.numel():
-        raise ValueError("all_chosen was promised, but a choice names no expert")
+    if num_rows is not None and int(chosen_E.sum()) != num_rows:
+        raise ValueError(
+            f"num_rows is {num_rows}, but {int(chosen_E.sum())} choices name an expert"
+        )
     if pad_rows_per_expert is None:
         counts_E = chosen_E
     else:

@@ -47,13 +47,18 @@ Gradient = Literal["all", "chosen"]
 Choose = Callable[[Tensor], Tensor]
 
 
-#: (numbers of rows [2, ...]: sent and received; the sum of those sent) -> the numbers as lists.
-ReadSizes = Callable[[Tensor, int], list[Any]]
+#: The arguments of `read_sizes` -> the sizes as lists.
+ReadSizes = Callable[[Tensor, int, int | None], list[Any]]
 
 
-def read_sizes(sizes: Tensor, rows: int) -> list[Any]:
-    """The host waits for the device here, and nowhere else in a layer: messages need sizes."""
-    numbers: list[Any] = sizes.tolist()
+def read_sizes(sizes_2DC: Tensor, tokens: int, padded: int | None) -> list[Any]:
+    """The host waits for the device here, and nowhere else in a layer: messages need sizes.
+
+    sizes_2DC: the rows to each of D destinations and the choices in them, and those from there.
+    tokens, padded: of this rank, and the rows to each destination if they are padded. A plan, whose
+        tensors have no numbers, takes the sizes from these.
+    """
+    numbers: list[Any] = sizes_2DC.tolist()
     return numbers
 
 
@@ -63,7 +68,7 @@ class RoutingMap(Protocol):
         experts_TK: Tensor,
         num_experts: int,
         pad_rows_per_expert: int | None = None,
-        all_chosen: bool = False,
+        num_rows: int | None = None,
     ) -> RowMap: ...
 
 
@@ -73,7 +78,7 @@ class Unpermute(Protocol):
 
 class PackRows(Protocol):
     def __call__(
-        self, x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, c_TKR: Tensor | None = None
+        self, x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap
     ) -> Tensor: ...
 
 

@@ -170,18 +170,39 @@ def _fake_world(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _even_sizes(sizes: Tensor, rows: int) -> list[Any]:
-    """As many rows to and from each rank and part: nested lists of the shape of `sizes`."""
-    places = sizes[0].numel()
-    numbers = [rows // places + (place < rows % places) for place in range(places)]
+def mean_visits(num_experts: int, destinations: int, choices: float) -> float:
+    """To how many of the destinations, which divide the experts, a token with so many different
+    experts goes on average, if all sets of experts are equally likely."""
 
-    def nested(shape: tuple[int, ...], flat: list[int]) -> list[Any]:
-        if len(shape) == 1:
-            return flat
-        each = len(flat) // shape[0]
-        return [nested(shape[1:], flat[n * each : (n + 1) * each]) for n in range(shape[0])]
+    def missed(k: int) -> float:
+        """The probability that none of k experts is at one destination."""
+        there = num_experts // destinations
+        left = num_experts - there
+        return math.comb(left, k) / math.comb(num_experts, k)
 
-    return [nested(tuple(sizes.shape[1:]), numbers) for _ in range(2)]
+    below = min(math.floor(choices), num_experts)
+    part = choices - below
+    chance = (1 - part) * missed(below) + (part * missed(below + 1) if part else 0.0)
+    return destinations * (1 - chance)
+
+
+def _expected_sizes(
+    num_experts: int, choices: float, shards: int
+) -> Callable[[Tensor, int, int | None], list[Any]]:
+    """`read_sizes` of balanced loads: as much to and from each destination."""
+
+    def sizes(sizes_2DC: Tensor, tokens: int, padded: int | None) -> list[Any]:
+        destinations = sizes_2DC.shape[1]
+        visits = mean_visits(num_experts, destinations // shards, choices)
+        rows = round(tokens * visits) * shards if padded is None else destinations * padded
+        counts = rows, round(tokens * choices) * shards
+
+        def here(place: int) -> list[int]:
+            return [all_ // destinations + (place < all_ % destinations) for all_ in counts]
+
+        return [[here(place) for place in range(destinations)]] * 2
+
+    return sizes
 
 
 def _count(
@@ -190,7 +211,11 @@ def _count(
     """By part: what a forward and a backward pass of a micro-batch count. Layers from 0."""
     groups = initialize_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
-    ops = replace(select_backend("native"), read_sizes=_even_sizes)
+    ops = select_backend("native")
+    if config.moe.num_experts is not None and not config.selection.merges:
+        choices = mean_choices or config.selection.mean_choices or config.num_experts
+        shards = config.parallel.expert_tensor_size
+        ops = replace(ops, read_sizes=_expected_sizes(config.num_experts, choices, shards))
     size = config.model.num_layers, config.moe.num_experts or 1
     statistics = RoutingStatistics(*size, torch.device("meta"))
     with NamedDevicesAreMeta(), torch.device("meta"):
@@ -266,7 +291,6 @@ class _Counts(TorchDispatchMode):
     def __init__(self, gpt: Any, stage: dist.ProcessGroup, mean_choices: float | None) -> None:
         super().__init__()
         self._mean_choices = mean_choices
-        self._num_experts = gpt.config.num_moe_experts or 1
         self.parts: defaultdict[tuple[str, int], Part] = defaultdict(Part)
         self.at = ("embedding", 0)
         self._stage_ranks = stage.size()
@@ -380,16 +404,18 @@ class _Counts(TorchDispatchMode):
         return result
 
     def _balanced(
-        self, experts_TJ: Tensor, num_experts: int, pad: int | None, all_chosen: bool
+        self, experts_TJ: Tensor, num_experts: int, pad: int | None, num_rows: int | None
     ) -> RowMap:
-        """A row map with as many rows as tokens have experts on average; J choices or shards."""
+        """A row map with as many rows as tokens have experts on average."""
         tokens, slots = experts_TJ.shape
-        rows = tokens * slots
         if pad is not None:
             rows = num_experts * pad
-        elif not all_chosen and self._mean_choices is not None:
-            shards = max(1, num_experts // self._num_experts)
-            rows = min(rows, round(tokens * self._mean_choices * shards))
+        elif num_rows is not None:
+            rows = num_rows
+        elif self._mean_choices is not None:
+            rows = min(tokens * slots, round(tokens * self._mean_choices))
+        else:
+            rows = tokens * slots
         new = experts_TJ.new_empty
         return RowMap(new(rows), new(experts_TJ.shape), new(num_experts))
 

@@ -29,6 +29,11 @@ class Choices:
     values_TE: torch.Tensor | None = None  # differentiable; what a threshold compares
     _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
+    @property
+    def number(self) -> int | None:
+        """The number of choices. None: the host does not know it without a wait for a GPU."""
+        return self.experts_TK.numel() if self.all_chosen else None
+
     def tokens_per_expert(self) -> torch.Tensor:
         """The number of tokens that chose each expert: float32 [E]. Cached: do not modify it."""
         if self._counts_E is None:  # no cached_property: torch.compile does not trace its lock

@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
+from moe_parallel.dispatch.all_to_all import Visits
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.selection.choices import Choices
 from tests.distributed import run_distributed
@@ -101,12 +102,10 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
     return w, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def choices_of(
-    experts: torch.Tensor, probs: torch.Tensor, c_TKR: torch.Tensor | None = None
-) -> Choices:
+def choices_of(experts: torch.Tensor, probs: torch.Tensor) -> Choices:
     """Choices; scores and probabilities have no role in dispatch."""
     nothing = probs.new_zeros(len(probs), EXPERTS)
-    return Choices(experts, probs, nothing, nothing, c_TKR)
+    return Choices(experts, probs, nothing, nothing)
 
 
 def arrived(rows: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -235,49 +234,31 @@ def test_local_dispatch_equals_loops(name, backend):
         numpy.testing.assert_allclose(getattr(found, part), expected, rtol=1e-12, atol=1e-12)
 
 
-def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:
-    """Send activations whose values identify token and choice; returns those that arrived."""
+def _sent() -> int:
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
-    experts = task.experts[rank]
-    c = torch.arange(experts.numel(), dtype=torch.float64).view(*experts.shape, 1) + 100 * rank
-    c.requires_grad_()
-    dispatcher = AllToAllDispatcher(
-        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_c
-    )
-    choices = choices_of(experts, task.probs[rank], c if takes_c else None)
-    rows = dispatcher.dispatch(task.x[rank], choices, None)
-    if not takes_c:
-        assert rows.c_MJR is None
-        return None, None, None, rows.wire_bytes
-    came = rows.c_MJR
-    (came * came.detach()).sum().backward()
-    return came.detach().numpy(), c.detach().numpy(), c.grad.numpy(), rows.wire_bytes
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, 1, select_backend("reference"))
+    choices = choices_of(task.experts[rank], task.probs[rank])
+    return dispatcher.dispatch(task.x[rank], choices, None).wire_bytes
 
 
-def test_c_travels_with_its_choice_and_their_gradient_comes_back():
-    found = run_distributed(2, _sent, True)
-    task = problem("some dropped", 2)
-    for rank, (_, sent, gradient, _) in enumerate(found):
-        kept = (task.experts[rank] >= 0).numpy()[..., None]
-        numpy.testing.assert_array_equal(gradient, sent * kept)
-    for rank, (came, *_) in enumerate(found):
-        wanted = [
-            sent[t, k, 0]
-            for source, (_, sent, *_) in enumerate(found)
-            for expert in range(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
-            for t, k in (task.experts[source] == expert).nonzero().tolist()
-        ]
-        assert came.flatten().tolist() == wanted
-
-
-@pytest.mark.parametrize("takes_c", [False, True])
-def test_bytes_on_the_wire(takes_c):
-    """Sent: a row of three fp64, its prob and, on request, an activation, in multiples of 16 bytes;
-    returned: three fp64."""
-    task = problem("some dropped", 2)
-    there = 48 if takes_c else 32
+def test_bytes_on_the_wire():
+    """A token goes once to the other rank: three fp64, two experts in 8 bytes, their probs; three
+    fp64 come back."""
+    task, there, back = problem("some dropped", 2), 24 + 8 + 16, 24
     away = [
-        int((task.experts[r] // 2 == 1 - r).logical_and(task.experts[r] >= 0).sum()) for r in (0, 1)
+        int(((task.experts[r] // 2 == 1 - r) & (task.experts[r] >= 0)).any(1).sum()) for r in (0, 1)
     ]
-    for rank, (*_, sent_bytes) in enumerate(run_distributed(2, _sent, takes_c)):
-        assert sent_bytes == away[rank] * there + away[1 - rank] * 8 * WIDTH
+    assert 0 < away[0] < int((task.experts[0] >= 0).sum())
+    for rank, sent_bytes in enumerate(run_distributed(2, _sent)):
+        assert sent_bytes == away[rank] * there + away[1 - rank] * back
+
+
+def test_visits_worked_by_hand():
+    """Three destinations of two experts. Rows are sorted by destination, then by token."""
+    numbers = torch.tensor([[3, 0, 2, 5], [-1, 5, 4, -1], [1, -1, -1, 0]])
+    visits = Visits.of(numbers.where(numbers >= 0, 6) // 2, 3)
+    assert visits.counts(3).tolist() == [[2, 3], [1, 2], [2, 3]]
+    row_map = select_backend("reference").routing_map(visits.visited_TJ, 3)
+    assert row_map.counts_E.tolist() == [2, 1, 2]
+    slots = visits.slots(row_map, 2, 3).tolist()
+    assert slots == [[1, -1], [8, 11], [0, 2], [3, -1], [5, 6]]

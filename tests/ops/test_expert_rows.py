@@ -105,7 +105,7 @@ class Setting:
         with torch.no_grad():
             c = torch.einsum("td,tkdr->tkr", x, w_down[experts])
             norms = torch.linalg.vector_norm(c.to(self.probs.dtype), dim=-1)
-        row_map = ops.routing_map(experts, self.routing.num_experts, all_chosen=True)
+        row_map = ops.routing_map(experts, self.routing.num_experts, num_rows=experts.numel())
         return ops.autonomous_experts(
             x, norms.softmax(-1), row_map, w_down, *weights, c_TKR=c, norms_TK=norms, **main
         )
@@ -311,7 +311,9 @@ def test_norms_here_have_the_gradient_of_norm_topk(native, device, dtype):
             scores = native.norm_topk(x, w_down, 2, keep="chosen", gradient="chosen")
             norms = scores.norms_TE.gather(1, scores.experts_TK)
             probs = norms.softmax(-1)
-        row_map = native.routing_map(scores.experts_TK, len(w_down), all_chosen=True)
+        row_map = native.routing_map(
+            scores.experts_TK, len(w_down), num_rows=scores.experts_TK.numel()
+        )
         given = {"c_TKR": scores.c_TKR, "norms_TK": norms if gradient_here else None}
         y = native.autonomous_experts(x, probs, row_map, w_down, *others, **given)
         return (y, *gradients(y, setting.dy, *inputs))

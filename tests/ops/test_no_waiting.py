@@ -38,7 +38,7 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
 
     def step(scores_TE: Tensor) -> list[Tensor]:
         probs_TK, experts_TK = scores_TE.softmax(-1).topk(K)
-        row_map = ops.routing_map(experts_TK, E, all_chosen=True)
+        row_map = ops.routing_map(experts_TK, E, num_rows=experts_TK.numel())
         y = ops.routed_experts(x, probs_TK, row_map, *weights)
         return [y, *torch.autograd.grad(y.float().square().sum(), (x, scores_TE, *weights))]
 
@@ -59,7 +59,7 @@ def autonomous(
             scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), keep="chosen")
             norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
             probs_TK = norms_TK.softmax(-1)
-        row_map = ops.routing_map(scores.experts_TK, E, all_chosen=True)
+        row_map = ops.routing_map(scores.experts_TK, E, num_rows=scores.experts_TK.numel())
         norms = {"norms_TK": norms_TK} if joins_norms else {}
         c = scores.c_TKR
         y = ops.autonomous_experts(x, probs_TK, row_map, *weights, c_TKR=c, **norms)

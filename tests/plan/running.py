@@ -92,6 +92,16 @@ def mean_of(config: Config) -> float | None:
     return 4.0 if selection.free_experts else MEAN_CHOICES[selection.system]
 
 
+def visits_of(config: Config, destinations: int) -> int:
+    """Destinations that divide the experts evenly, and that each token has an expert of here."""
+    selection, n = config.selection, config.num_experts
+    chosen: Sequence[int] = range(round(selection.mean_choices or mean_of(config) or 0))
+    in_turn = selection.forced_routing == "in turn"
+    if len(chosen) == len(TAKEN) and not in_turn:
+        chosen = TAKEN  # also where a load is forced to be balanced
+    return len({expert * destinations // n for expert in chosen})
+
+
 def engine_of(config: Config) -> Engine:
     validate(config, dist.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)

@@ -59,7 +59,7 @@ def routed_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
 
 
 def _routed(layer: RoutedLayerWork, ours: Ops) -> Tensor:
-    row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
+    row_map = ours.routing_map(layer.experts_TK, layer.size.n, num_rows=layer.experts_TK.numel())
     return ours.routed_experts(
         layer.x_TD, layer.probs_TK, row_map, layer.w_gate_up_ED2F, layer.w_out_EFD
     )
@@ -67,7 +67,7 @@ def _routed(layer: RoutedLayerWork, ours: Ops) -> Tensor:
 
 def _op_by_op(layer: RoutedLayerWork, ours: Ops) -> Tensor:
     """The same layer of single operators. The difference is the gain of fusing them."""
-    row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
+    row_map = ours.routing_map(layer.experts_TK, layer.size.n, num_rows=layer.experts_TK.numel())
     x_ND = ours.permute(layer.x_TD, row_map)
     gate_up_N2F = ours.grouped_gemm(x_ND, layer.w_gate_up_ED2F, row_map.counts_E)
     probs_N = layer.probs_TK.flatten()[row_map.slots_N]
@@ -157,7 +157,9 @@ def _autonomous(
         )
         norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
         probs_TK = norms_TK.softmax(-1)
-    row_map = ours.routing_map(scores.experts_TK, w_down.size(0), all_chosen=True)
+    row_map = ours.routing_map(
+        scores.experts_TK, w_down.size(0), num_rows=scores.experts_TK.numel()
+    )
     y_TD = ours.autonomous_experts(
         x_TD,
         probs_TK,

@@ -84,7 +84,11 @@ def routing_map(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
         "routing_map",
         size,
         draw.dtype,
-        [BenchContender(OURS, lambda: ours.routing_map(experts_TK, size.n, all_chosen=True))],
+        [
+            BenchContender(
+                OURS, lambda: ours.routing_map(experts_TK, size.n, num_rows=experts_TK.numel())
+            )
+        ],
         [BenchContender("torch argsort", lambda: torch_ops.routing_map(experts_TK, size.n))],
         (Measure(FORWARD, Moved(3 * experts_TK.nbytes)),),
     )

@@ -179,12 +179,6 @@ class AutonomousSelection(DispatchedSelection):
         True,
         "in the backward pass, recompute C W_up; false: keep it, K d_wide values per token",
     )
-    aoe_send_activations: bool = option(
-        False,
-        "send C = x W_down with each token to other ranks instead of recomputing it there; "
-        "adds d_low / d to the traffic, so it pays only if the link is faster than the product. "
-        "Only with --expert-selection aoe",
-    )
     aoe_gather_w_down: bool = option(
         False,
         "each rank holds W_down of its own experts only and gathers the others in each layer, "
@@ -234,10 +228,6 @@ class AutonomousSelection(DispatchedSelection):
         return 8 * config.model.init_method_std * math.sqrt(config.model.hidden_size / 2)
 
     @property
-    def sends_c(self) -> bool:
-        return self.aoe_send_activations
-
-    @property
     def probs_over_all(self) -> bool:
         """Whether the probs are a softmax over the norms of all experts."""
         return False
@@ -250,11 +240,6 @@ class AutonomousSelection(DispatchedSelection):
                 f"--aoe-gather-w-down cuts W_down along --hidden-size {width}, which "
                 f"--expert-tensor-parallel-size {etp} does not divide: choose a multiple of {etp}, "
                 "or leave it out"
-            )
-        if self.aoe_send_activations and self.choices_per_token is None:
-            raise InputError(
-                f"--aoe-send-activations is true, but --expert-selection {self.system} does not "
-                "pass C on with its choices: leave it out"
             )
         if self.aoe_gradient == "selected":
             self._check_selected_gradient()

@@ -64,11 +64,6 @@ class DispatchedSelection(Selection):
         width = self.moe_shared_expert_intermediate_size
         return None if width is None else SharedExpertSize(width, self.moe_shared_expert_gate)
 
-    @property
-    def sends_c(self) -> bool:
-        """Whether C = x W_down is sent with a token to its expert."""
-        return False
-
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         self._check_replay()
@@ -185,7 +180,6 @@ _REFUSED = {
     "moe_router_num_groups": None,
     "moe_router_force_routing": None,
     "moe_router_force_load_balancing": False,
-    "aoe_send_activations": False,
 }
 
 

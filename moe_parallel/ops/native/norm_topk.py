@@ -86,7 +86,8 @@ class _Gradient(torch.autograd.Function):
         all_chosen: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as C
-        ctx.gradient, ctx.all_chosen, ctx.passes_on_c = gradient, all_chosen, c_TKR is not None
+        ctx.gradient, ctx.passes_on_c = gradient, c_TKR is not None
+        ctx.num_rows = experts.numel() if all_chosen else None
         ctx.save_for_backward(x, w, norms, experts, c_TER if gradient == "all" else c_TKR)
         return norms.view_as(norms), None if c_TKR is None else c_TKR.view_as(c_TKR)
 
@@ -101,7 +102,7 @@ class _Gradient(torch.autograd.Function):
         if ctx.gradient == "all":
             dx, dw = _ops.norm_topk_backward(dnorms, dc_TKR, x, w, norms, experts, c)
         else:
-            slots, rows, counts = routing_map(experts, w.size(0), all_chosen=ctx.all_chosen)
+            slots, rows, counts = routing_map(experts, w.size(0), num_rows=ctx.num_rows)
             dx, dw = _ops.norm_topk_chosen_backward(
                 dnorms, dc_TKR, x, w, norms, experts, c, slots, rows, counts
             )

@@ -13,11 +13,9 @@ from moe_parallel.ops.types import RowMap
 _ops = torch.ops.moe_parallel
 
 
-def pack_rows(
-    x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, c_TKR: Tensor | None = None
-) -> Tensor:
-    width = packed_width(x_TD, 0 if c_TKR is None else c_TKR.shape[2])
-    return _ops.pack_rows(x_TD, probs_TK, row_map.slots_N, row_map.rows_TK, c_TKR, width)
+def pack_rows(x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap) -> Tensor:
+    width = packed_width(x_TD, probs_NJ.shape[1])
+    return _ops.pack_rows(x_TD, experts_NJ, probs_NJ, row_map.slots_N, row_map.rows_TK, width)
 
 
 @fake("pack_rows")
@@ -26,24 +24,23 @@ def _(x: Tensor, slots: Tensor, width: int) -> Tensor:
 
 
 @fake("pack_rows_backward")
-def _(dpacked: Tensor, rows: Tensor, token_width: int, rank: int) -> tuple[Tensor, ...]:
+def _(dpacked: Tensor, rows: Tensor, token_width: int, places: int) -> tuple[Tensor, ...]:
     return (
         dpacked.new_empty(rows.size(0), token_width),
-        dpacked.new_empty(rows.shape, dtype=sum_dtype(dpacked.dtype)),
-        dpacked.new_empty(rows.size(0) if rank else 0, rows.size(1), rank),
+        dpacked.new_empty(dpacked.size(0), places, dtype=sum_dtype(dpacked.dtype)),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, slots, rows, c_TKR, _ = inputs
-    ctx.save_for_backward(slots, rows)
-    ctx.width, ctx.rank = x.size(1), 0 if c_TKR is None else c_TKR.size(2)
+    x, _, probs, _, rows, _ = inputs
+    ctx.save_for_backward(rows)
+    ctx.width, ctx.places = x.size(1), probs.size(1)
 
 
 @once_differentiable
 def _backward(ctx: Any, dpacked: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dprobs, dc = _ops.pack_rows_backward(dpacked, *ctx.saved_tensors, ctx.width, ctx.rank)
-    return dx, dprobs, None, None, dc if ctx.rank else None, None
+    dx, dprobs = _ops.pack_rows_backward(dpacked, *ctx.saved_tensors, ctx.width, ctx.places)
+    return dx, None, dprobs, None, None, None
 
 
 def rows_like(x: Tensor) -> Tensor:

@@ -13,21 +13,21 @@ def routing_map(
     experts_TK: Tensor,
     num_experts: int,
     pad_rows_per_expert: int | None = None,
-    all_chosen: bool = False,
+    num_rows: int | None = None,
 ) -> RowMap:
-    return RowMap(*_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, all_chosen))
+    return RowMap(*_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, num_rows))
 
 
 @fake("routing_map")
 def _(
-    experts: Tensor, num_experts: int, pad_rows_per_expert: int | None, all_chosen: bool
+    experts: Tensor,
+    num_experts: int,
+    pad_rows_per_expert: int | None,
+    num_rows: int | torch.SymInt | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows: int | torch.SymInt
     if pad_rows_per_expert is not None:
         num_rows = num_experts * pad_rows_per_expert
-    elif all_chosen:
-        num_rows = experts.numel()
-    else:
+    elif num_rows is None:
         num_rows = torch.library.get_ctx().new_dynamic_size()
     return (
         experts.new_empty(num_rows),
