@@ -222,14 +222,6 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--aoe-gradient is selected, but probs that are a softmax over all norms",
     ),
-    *(
-        (
-            options | {"aoe_send_activations": True},
-            1,
-            "--aoe-send-activations is true, but .* does not pass C on .*: leave it out",
-        )
-        for options in (AOE_TOP_P, AOE_THRESHOLD, AOE_EXPERT_CHOICE, ROUTING_FREE)
-    ),
     (
         AOE
         | {"aoe_gather_w_down": True, "aoe_wide_size": 8, "expert_tensor_parallel_size": 4}

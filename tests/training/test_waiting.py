@@ -94,7 +94,7 @@ STEPS = {name: _of_system(name) for name in SYSTEMS} | {
     "threshold, ep2": (
         Layout(2, ep=2),
         systems.options("threshold"),
-        LOSS | TWO_NORMS | _sizes_of_messages(2) | _number_of_rows(2),
+        LOSS | TWO_NORMS | _sizes_of_messages(2),
     ),
     "topk, tp2": (Layout(2, tp=2), {}, LOSS | TWO_NORMS),
     "topk, pp2": (Layout(2, pp=2), {}, LOSS | NORM),
@@ -177,8 +177,8 @@ def _is_sized_by_values(name, func, args, kwargs):
     if name == "repeat_interleave":
         return "repeats" in str(func._schema).split(",")[0] and kwargs.get("output_size") is None
     if name == "routing_map":
-        _, _, pad_rows_per_expert, all_chosen = args
-        return pad_rows_per_expert is None and not all_chosen
+        _, _, pad_rows_per_expert, num_rows = args
+        return pad_rows_per_expert is None and num_rows is None
     return name in SIZED_BY_VALUES
 
 
