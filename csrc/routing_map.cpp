@@ -8,11 +8,10 @@
 #include <tuple>
 
 #include "launch.h"
+#include "routing_map_counts.h"
 
 namespace moe_parallel {
 namespace {
-
-constexpr int64_t kCudaChunk = 512;
 
 // Only called on the CPU: on CUDA, the check would have to wait for the device. There, a choice
 // beyond the experts or the rows is left out.
@@ -36,16 +35,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
                     "pad_rows_per_expert must not be negative: ", *pad_rows_per_expert);
   const auto experts_2d = experts.contiguous();
   const int64_t choices = experts.numel();
-  const int64_t chunk_size = experts.is_cuda() ? kCudaChunk : std::max<int64_t>(choices, 1);
-  const int64_t chunks = std::max<int64_t>((choices + chunk_size - 1) / chunk_size, 1);
-
-  auto chunk_counts = experts.new_zeros({num_experts + 1, chunks});
-  launch(experts, CountChoices{.experts = experts_2d.const_data_ptr<int64_t>(),
-                               .counts = chunk_counts.mutable_data_ptr<int64_t>(),
-                               .choices = choices,
-                               .num_experts = num_experts,
-                               .chunks = chunks,
-                               .chunk_size = chunk_size});
+  const auto chunk_counts = count_in_chunks(experts_2d, num_experts);
+  const int64_t chunks = chunk_counts.size(1), chunk_size = chunk_size_of(experts_2d);
   if (experts.is_cpu()) {
     const auto chosen = chunk_counts.slice(0, 0, num_experts).sum(1);
     const int64_t counted = chunk_counts.sum().item<int64_t>();

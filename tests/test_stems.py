@@ -22,6 +22,7 @@ STEM_OF = {
     "grouped_outer_add": "grouped_gemm",
     "pack_rows": "packed_rows",
     "pack_rows_backward": "packed_rows",
+    "visits": "packed_rows",
     "split_and_rotate": "rotary",
     "split_and_rotate_backward": "rotary",
 }

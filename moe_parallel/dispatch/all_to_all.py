@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from moe_parallel.dispatch.dispatched import Dispatched
 from moe_parallel.ops import Ops, RowMap
-from moe_parallel.ops.packed_rows import unpack_rows
+from moe_parallel.ops.packed_rows import places_of, unpack_rows
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.progress import Phase, Progress
 
@@ -41,51 +41,6 @@ class AllToAllRoute:
     sent_R: list[int]  # rows sent to each rank
     received_R: list[int]  # rows received from each rank
     choices: int  # in the rows received
-
-
-@dataclass(frozen=True)
-class Visits:
-    """The destinations of each token, in their order: one visit to each.
-
-    Choices are sorted by destination; a token visits one with the first of those that it has there.
-    """
-
-    visited_TJ: torch.Tensor  # int64, the destination that a choice is the first to name, or -1
-    to_TJ: torch.Tensor  # the destination of each choice; D: none
-    order_TJ: torch.Tensor  # the choice of a shard at each place of that order
-
-    @classmethod
-    def of(cls, to_TJ: torch.Tensor, destinations: int) -> Visits:
-        to_TJ, order_TJ = to_TJ.sort(dim=1, stable=True)
-        before_TJ = F.pad(to_TJ, (1, 0), value=-1)[:, :-1]
-        is_first_TJ = (to_TJ != before_TJ) & (to_TJ < destinations)
-        return cls(to_TJ.where(is_first_TJ, -1), to_TJ, order_TJ)
-
-    def counts(self, destinations: int) -> torch.Tensor:
-        """The tokens that visit each destination, and the choices that they have there: [D, 2]."""
-        counts_CX = self.to_TJ.new_zeros(2, destinations + 1)
-        ones_CX = torch.ones_like(self.to_TJ).flatten().expand(2, -1)
-        visited_X = self.visited_TJ.flatten() % (destinations + 1)  # -1 is the last bin
-        counts_CX.scatter_add_(1, torch.stack([visited_X, self.to_TJ.flatten()]), ones_CX)
-        return counts_CX[:, :-1].t().contiguous()
-
-    def slots(self, row_map: RowMap, places: int, destinations: int) -> torch.Tensor:
-        """The choice t J + j in each place of the rows; -1: empty. int64 [N, P].
-
-        `row_map`: of `visited_TJ`.
-        """
-        tokens, width = self.to_TJ.shape
-        # Rows are sorted by destination, so those of a token rise with the places in its order.
-        row_TJ = row_map.rows_TK.cummax(dim=1).values
-        here_J = torch.arange(width, device=self.to_TJ.device)
-        first_TJ = here_J.where(self.visited_TJ >= 0, 0).cummax(dim=1).values
-        place_TJ = row_TJ * places + here_J - first_TJ
-        unused = len(row_map.slots_N) * places
-        slots_X = self.to_TJ.new_full((unused + 1,), -1)
-        first_slot_T1 = width * torch.arange(tokens, device=self.to_TJ.device)[:, None]
-        place_X = place_TJ.where(self.to_TJ < destinations, unused).flatten()
-        slots_X.scatter_(0, place_X, (first_slot_T1 + self.order_TJ).flatten())
-        return slots_X[:unused].view(-1, places)
 
 
 class AllToAllDispatcher:
@@ -141,34 +96,24 @@ class AllToAllDispatcher:
     ) -> tuple[torch.Tensor, list[AllToAllRoute]]:
         """The rows of all parts as they are sent, and the route of each part."""
         numbers_TJ = self._numbers(choices.experts_TK)
-        nowhere = self.destinations * self.experts_there
-        to_TJ = numbers_TJ.where(numbers_TJ >= 0, nowhere) // self.experts_there
-        visits = Visits.of(to_TJ, self.destinations)
-        sent_DC, padded = visits.counts(self.destinations), None
+        visited_TJ, sent_DC = self.ops.visits(numbers_TJ, self.experts_there, self.destinations)
+        padded = None
         if pad_rows_per_expert is not None:
             padded = min(len(x_TD), self.experts_there * pad_rows_per_expert)
             sent_DC[:, 0] = padded
         received_DC = self._exchange_counts(sent_DC)
         sizes = self.ops.read_sizes(torch.stack([sent_DC, received_DC]), len(x_TD), padded)
         rows = None if padded is not None else sum(of_rows for of_rows, _ in sizes[0])
-        row_map = self.ops.routing_map(visits.visited_TJ, self.destinations, padded, rows)
-
-        slots_NP = visits.slots(row_map, self._places(choices), self.destinations)
-        experts_X = F.pad(numbers_TJ.flatten() % self.experts_there, (0, 1), value=-1)
-        probs_X = F.pad(choices.probs_TK.flatten(), (0, 1))
-        choice_NP = slots_NP.div(self.expert_shards, rounding_mode="floor") % len(probs_X)
-        probs_NP = probs_X.gather(0, choice_NP.flatten()).view_as(slots_NP)
-        packed_NW = self.ops.pack_rows(x_TD, experts_X[slots_NP], probs_NP, row_map)
+        row_map = self.ops.routing_map(visited_TJ, self.destinations, padded, rows)
+        packed_NW = self.ops.pack_rows(
+            x_TD, choices.probs_TK, numbers_TJ, row_map, self.experts_there
+        )
         routes = []
         for first in range(0, self.destinations, self.group.size()):
             sent, received = (of_all[first : first + self.group.size()] for of_all in sizes)
             sent_R, received_R = ([of_rows for of_rows, _ in each] for each in (sent, received))
             routes.append(AllToAllRoute(row_map, sent_R, received_R, sum(n for _, n in received)))
         return packed_NW, routes
-
-    def _places(self, choices: Choices) -> int:
-        """P, the most experts of a token at one destination."""
-        return min(choices.experts_TK.shape[1], self.experts_there)
 
     def _numbers(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The shards of the chosen experts, numbered by part, by rank, then by expert: [T, J]."""
@@ -198,7 +143,8 @@ class AllToAllDispatcher:
         wire_bytes: int,
     ) -> Dispatched[AllToAllRoute]:
         """What the experts here compute with."""
-        x_MD, experts_MP, probs_MP = unpack_rows(packed_MW, x_TD.shape[1], self._places(choices))
+        places = places_of(choices.experts_TK.shape[1], self.experts_there)
+        x_MD, experts_MP, probs_MP = unpack_rows(packed_MW, x_TD.shape[1], places)
         count, padded = route.choices, None
         if pad_rows_per_expert is not None:
             count, padded = None, pad_rows_per_expert * self.group.size()

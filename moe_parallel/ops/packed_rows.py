@@ -2,15 +2,19 @@
 
     [ x | unused | experts | probs ]
 
-x has D elements. The J experts are int16, numbered on the rank that receives the row; -1 is an
-empty place. Their probs are in fp32 (fp64 for fp64) in the last bytes, whatever the dtype of x. A
-row is a multiple of 16 bytes, so that kernels can read it 16 bytes at a time.
+x has D elements. The J experts are int16, numbered at their destination; -1 is an empty place.
+Their probs are in fp32 (fp64 for fp64) in the last bytes, whatever the dtype of x. A row is a
+multiple of 16 bytes, so that kernels can read it 16 bytes at a time.
 
 No arithmetic may be done with such rows, or with their gradients, because the bits behind x mean
 nothing in its dtype. The receiver computes with views of the rows, without copying x.
 
-Shape suffixes: T tokens, D model width, K rows of each at most, N rows, J experts of a row at most,
-W elements of a packed row.
+A destination has L experts: expert number n is expert n mod L of destination n / L. A token visits
+a destination once, with the first of its choices there, and takes the others along.
+
+Shape suffixes: T tokens, D model width, K choices of each, C numbers of each (K times the shards of
+an expert, which follow each other), L experts of a destination, N rows, J places of a row, W
+elements of a packed row.
 """
 
 from __future__ import annotations
@@ -32,6 +36,29 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def visits(numbers_TC: Tensor, experts_there: int, destinations: int) -> tuple[Tensor, Tensor]:
+    """The destination that each choice is the first of its token to name, int64 [T, C], -1 for all
+    other choices; and the tokens that visit each destination and the choices that they have there,
+    [destinations, 2].
+
+    numbers_TC: int64; negative: no choice.
+    experts_there: L.
+    """
+    to_TC = numbers_TC.div(experts_there, rounding_mode="floor").clamp(min=-1)
+    is_later_TC = (to_TC[:, :, None] == to_TC[:, None, :]).tril(-1).any(2)
+    visited_TC = to_TC.masked_fill(is_later_TC, -1)
+    counted = [
+        torch.bincount(each.flatten() + 1, minlength=destinations + 1)[1:]
+        for each in (visited_TC, to_TC)
+    ]
+    return visited_TC, torch.stack(counted, 1)
+
+
+def places_of(num_choices: int, experts_there: int) -> int:
+    """J, the most choices of a token at one destination."""
+    return min(num_choices, experts_there)
+
+
 def packed_width(x: Tensor, places: int) -> int:
     """W for the tokens `x` with `places` experts each, in elements of x's dtype."""
     prob = sum_dtype(x.dtype).itemsize
@@ -40,18 +67,40 @@ def packed_width(x: Tensor, places: int) -> int:
 
 
 def _expert_bytes(dtype: torch.dtype, places: int) -> int:
-    """The bytes of the experts, up to those of the probs, which begin at a multiple of their own
-    size."""
+    """The bytes of the experts, up to the probs, which begin at a multiple of their own size."""
     prob = sum_dtype(dtype).itemsize
     return math.ceil(places * torch.int16.itemsize / prob) * prob
 
 
-def pack_rows(x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap) -> Tensor:
-    """packed_NW: row n is the token of slot n, 0 in a padding row, with its experts and probs.
+def pack_rows(
+    x_TD: Tensor, probs_TK: Tensor, numbers_TC: Tensor, row_map: RowMap, experts_there: int
+) -> Tensor:
+    """packed_NW: row n is a visit, of the token and destination of slot n, with the experts and
+    probs of all choices that the token has there. Padding rows are 0, without experts.
 
     The gradient of a token is the sum of the gradients of its rows.
+
+    row_map: of the first result of `visits`.
     """
-    packed_NW: Tensor = _Pack.apply(x_TD, experts_NJ, probs_NJ, row_map)
+    shards, places = (
+        numbers_TC.shape[1] // probs_TK.shape[1],
+        places_of(probs_TK.shape[1], experts_there),
+    )
+    slots_N = row_map.slots_N
+    token_N = slots_N.div(numbers_TC.shape[1], rounding_mode="floor")  # -1 stays -1
+    numbers_NC = functional.pad(numbers_TC, (0, 0, 0, 1), value=-1)[token_N]
+    to_NC = numbers_NC.div(experts_there, rounding_mode="floor")
+    to_N = functional.pad(numbers_TC.flatten(), (0, 1))[slots_N] // experts_there
+    is_here_NC = (to_NC == to_N[:, None]) & (numbers_NC >= 0)
+    place_NC = (is_here_NC.cumsum(1) - 1).where(is_here_NC, places)
+
+    def placed(values_NC: Tensor, empty: int) -> Tensor:
+        empty_NJ = values_NC.new_full((len(slots_N), places + 1), empty)
+        return empty_NJ.scatter(1, place_NC, values_NC)[:, :places]
+
+    probs_NC = _picked(probs_TK, token_N).repeat_interleave(shards, dim=1)
+    experts_NJ = placed(numbers_NC % experts_there, -1)
+    packed_NW: Tensor = _Pack.apply(x_TD, experts_NJ, placed(probs_NC, 0), row_map)
     return packed_NW
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from moe_parallel.ops.causal_attention import attention as attention
 from moe_parallel.ops.packed_rows import pack_rows as pack_rows
+from moe_parallel.ops.packed_rows import visits as visits
 from moe_parallel.ops.rms_norm import rms_norm as rms_norm
 from moe_parallel.ops.rotary import rotary as rotary
 from moe_parallel.ops.rotary import split_and_rotate as split_and_rotate

@@ -78,7 +78,12 @@ class Unpermute(Protocol):
 
 class PackRows(Protocol):
     def __call__(
-        self, x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap
+        self,
+        x_TD: Tensor,
+        probs_TK: Tensor,
+        numbers_TC: Tensor,
+        row_map: RowMap,
+        experts_there: int,
     ) -> Tensor: ...
 
 
@@ -150,6 +155,7 @@ class Ops:
     routing_map: RoutingMap
     permute: Callable[[Tensor, RowMap], Tensor]
     unpermute: Unpermute
+    visits: Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
     pack_rows: PackRows
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Swiglu

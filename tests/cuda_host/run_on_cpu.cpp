@@ -3,6 +3,7 @@
 #include "expert_merge.h"
 #include "grouped_gemm_product.h"
 #include "norm_topk.h"
+#include "packed_rows.h"
 #include "permute.h"
 #include "rotary.h"
 #include "routing_map.h"
@@ -27,9 +28,11 @@ void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }
 void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
 void run_on_cpu(const FindRows& task) { run(task); }
+void run_on_cpu(const FindVisits& task) { run(task); }
 void run_on_cpu(const NormGradient& task) { run(task); }
 void run_on_cpu(const Permute& task) { run(task); }
 void run_on_cpu(const PlaceChoices& task) { run(task); }
+void run_on_cpu(const ReadEnds& task) { run(task); }
 void run_on_cpu(const Rotary& task) { run(task); }
 void run_on_cpu(const ScoreTokens& task) { run(task); }
 void run_on_cpu(const SoftmaxGradient& task) { run(task); }
@@ -43,6 +46,7 @@ void run_on_cpu(const Swiglu& task) { run(task); }
 void run_on_cpu(const SwigluBackward& task) { run(task); }
 void run_on_cpu(const Unpermute& task) { run(task); }
 void run_on_cpu(const UnpermuteBackward& task) { run(task); }
+void run_on_cpu(const WriteEnds& task) { run(task); }
 
 }  // namespace moe_parallel
 

@@ -9,7 +9,6 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
-from moe_parallel.dispatch.all_to_all import Visits
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.selection.choices import Choices
 from tests.distributed import run_distributed
@@ -251,14 +250,3 @@ def test_bytes_on_the_wire():
     assert 0 < away[0] < int((task.experts[0] >= 0).sum())
     for rank, sent_bytes in enumerate(run_distributed(2, _sent)):
         assert sent_bytes == away[rank] * there + away[1 - rank] * back
-
-
-def test_visits_worked_by_hand():
-    """Three destinations of two experts. Rows are sorted by destination, then by token."""
-    numbers = torch.tensor([[3, 0, 2, 5], [-1, 5, 4, -1], [1, -1, -1, 0]])
-    visits = Visits.of(numbers.where(numbers >= 0, 6) // 2, 3)
-    assert visits.counts(3).tolist() == [[2, 3], [1, 2], [2, 3]]
-    row_map = select_backend("reference").routing_map(visits.visited_TJ, 3)
-    assert row_map.counts_E.tolist() == [2, 1, 2]
-    slots = visits.slots(row_map, 2, 3).tolist()
-    assert slots == [[1, -1], [8, 11], [0, 2], [3, -1], [5, 6]]

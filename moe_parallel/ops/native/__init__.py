@@ -14,7 +14,7 @@ from moe_parallel.ops.native.autonomous_experts import autonomous_experts  # noq
 from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
-from moe_parallel.ops.native.packed_rows import pack_rows  # noqa: E402
+from moe_parallel.ops.native.packed_rows import pack_rows, visits  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
@@ -44,4 +44,5 @@ __all__ = [
     "swiglu",
     "swiglu_halves",
     "unpermute",
+    "visits",
 ]

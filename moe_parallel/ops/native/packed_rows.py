@@ -7,15 +7,31 @@ from torch import Tensor
 
 from moe_parallel.ops.native.fake import fake
 from moe_parallel.ops.once import once_differentiable
-from moe_parallel.ops.packed_rows import packed_width, sum_dtype
+from moe_parallel.ops.packed_rows import packed_width, places_of, sum_dtype
 from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
 
 
-def pack_rows(x_TD: Tensor, experts_NJ: Tensor, probs_NJ: Tensor, row_map: RowMap) -> Tensor:
-    width = packed_width(x_TD, probs_NJ.shape[1])
-    return _ops.pack_rows(x_TD, experts_NJ, probs_NJ, row_map.slots_N, row_map.rows_TK, width)
+def visits(numbers_TC: Tensor, experts_there: int, destinations: int) -> tuple[Tensor, Tensor]:
+    visited_TC, counts_DX = _ops.visits(numbers_TC, experts_there, destinations)
+    return visited_TC, counts_DX
+
+
+def pack_rows(
+    x_TD: Tensor, probs_TK: Tensor, numbers_TC: Tensor, row_map: RowMap, experts_there: int
+) -> Tensor:
+    places = places_of(probs_TK.shape[1], experts_there)
+    slots_N, rows_TC, _ = row_map
+    width = packed_width(x_TD, places)
+    return _ops.pack_rows(
+        x_TD, probs_TK, numbers_TC, slots_N, rows_TC, experts_there, places, width
+    )
+
+
+@fake("visits")
+def _(numbers: Tensor, destinations: int) -> tuple[Tensor, Tensor]:
+    return numbers.new_empty(numbers.shape), numbers.new_empty(destinations, 2)
 
 
 @fake("pack_rows")
@@ -24,23 +40,25 @@ def _(x: Tensor, slots: Tensor, width: int) -> Tensor:
 
 
 @fake("pack_rows_backward")
-def _(dpacked: Tensor, rows: Tensor, token_width: int, places: int) -> tuple[Tensor, ...]:
+def _(dpacked: Tensor, rows: Tensor, token_width: int, num_probs: int) -> tuple[Tensor, ...]:
     return (
         dpacked.new_empty(rows.size(0), token_width),
-        dpacked.new_empty(dpacked.size(0), places, dtype=sum_dtype(dpacked.dtype)),
+        dpacked.new_empty(rows.size(0), num_probs, dtype=sum_dtype(dpacked.dtype)),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, probs, _, rows, _ = inputs
-    ctx.save_for_backward(rows)
-    ctx.width, ctx.places = x.size(1), probs.size(1)
+    x, probs, numbers, slots, rows, ctx.experts_there, ctx.places, _ = inputs
+    ctx.save_for_backward(numbers, slots, rows)
+    ctx.sizes = x.size(1), probs.size(1)
 
 
 @once_differentiable
 def _backward(ctx: Any, dpacked: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dprobs = _ops.pack_rows_backward(dpacked, *ctx.saved_tensors, ctx.width, ctx.places)
-    return dx, None, dprobs, None, None, None
+    dx, dprobs = _ops.pack_rows_backward(
+        dpacked, *ctx.saved_tensors, *ctx.sizes, ctx.experts_there, ctx.places
+    )
+    return dx, dprobs, *(None,) * 6
 
 
 def rows_like(x: Tensor) -> Tensor:
