@@ -35,6 +35,13 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
+        "C++: a row takes the choices of its token at other ranks along",
+        "csrc/packed_rows.h",
+        "if (number < 0 || number / ends.experts_there != destination) continue;",
+        "if (number < 0) continue;",
+        ("tests/ops/test_packed_rows.py", "tests/dispatch"),
+    ),
+    Fault(
         "C++: the first row is taken for an empty slot",
         f"{OF_CPU}/permute.h",
         "if (row < 0) continue;",
