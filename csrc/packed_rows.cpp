@@ -79,8 +79,8 @@ at::Tensor pack_rows(const at::Tensor& x, const at::Tensor& probs, const at::Ten
   check_map(x, numbers, slots, rows);
   check_dim("probs", probs, 2);
   check_together(x, {probs});
-  TORCH_CHECK_VALUE(numbers.size(0) == x.size(0) && probs.size(0) == x.size(0), "x has ",
-                    x.size(0), " tokens, numbers ", numbers.size(0), ", probs ", probs.size(0));
+  TORCH_CHECK_VALUE(numbers.size(0) == x.size(0) && probs.size(0) == x.size(0), "x has ", x.size(0),
+                    " tokens, numbers ", numbers.size(0), ", probs ", probs.size(0));
   TORCH_CHECK_VALUE(probs.size(1) > 0 && numbers.size(1) % probs.size(1) == 0, "there are ",
                     numbers.size(1), " numbers and ", probs.size(1), " probs of a token");
   TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(x), "probs must be ", sum_type_of(x),
@@ -97,10 +97,12 @@ at::Tensor pack_rows(const at::Tensor& x, const at::Tensor& probs, const at::Ten
   return packed;
 }
 
-std::tuple<at::Tensor, at::Tensor> pack_rows_backward(
-    const at::Tensor& dpacked, const at::Tensor& numbers, const at::Tensor& slots,
-    const at::Tensor& rows, int64_t token_width, int64_t num_probs, int64_t experts_there,
-    int64_t places) {
+std::tuple<at::Tensor, at::Tensor> pack_rows_backward(const at::Tensor& dpacked,
+                                                      const at::Tensor& numbers,
+                                                      const at::Tensor& slots,
+                                                      const at::Tensor& rows, int64_t token_width,
+                                                      int64_t num_probs, int64_t experts_there,
+                                                      int64_t places) {
   check_map(dpacked, numbers, slots, rows);
   TORCH_CHECK_VALUE(slots.size(0) == dpacked.size(0), "there are ", dpacked.size(0),
                     " packed rows, the row map has ", slots.size(0));

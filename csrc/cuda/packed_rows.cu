@@ -1,6 +1,5 @@
 // One thread per choice or row.
 #include "../packed_rows.h"
-
 #include "launch.cuh"
 
 namespace moe_parallel {
