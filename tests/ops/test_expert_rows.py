@@ -76,7 +76,10 @@ class Setting:
     ) -> Tensor:
         experts = torch.from_numpy(self.routing.experts).to(self.device)
         row_map = ops.routing_map(
-            experts, self.routing.num_experts, self.routing.pad_rows_per_expert, all_chosen
+            experts,
+            self.routing.num_experts,
+            self.routing.pad_rows_per_expert,
+            experts.numel() if all_chosen else None,
         )
         x, probs, *weights = inputs or self.inputs(kind)
         if kind == "with norms":

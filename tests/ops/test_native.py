@@ -41,6 +41,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
 
     slots = torch.tensor([0, 3, -1, 5, 2, -1], device=device)
     rows = torch.tensor([[0, -1], [4, 1], [-1, 3]], device=device)
+    numbers = torch.tensor([[1, -1], [0, 3], [-1, 2]], device=device)  # of two destinations
     counts = torch.tensor([3, 0, 3], device=device)
     probs, norms = tensor(3, 2, dtype=torch.float32), tensor(3, 4, dtype=torch.float32)
     experts, routed = (probs, slots, rows, counts), (tensor(3, 5, 4), tensor(3, 2, 5))
@@ -48,16 +49,17 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     merging = (tensor(2, 3, dtype=torch.float32), tensor(3, 5, 2))
     given = {
         "greatest": (norms.detach(), 2, norms.detach()),
-        "routing_map": (rows.clamp(max=3), 4, None, False),
+        "routing_map": (rows.clamp(max=3), 4, None, None),
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, probs),
         "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, probs),
-        # Rows that the prob ends, so that nothing in them is undefined.
+        "visits": (numbers, 2, 2),
+        # Rows of x, four experts and their probs, so that nothing in them is undefined.
         "pack_rows": (
-            *(tensor(3, 4), probs, slots, rows, tensor(3, 2, 2)),
-            6 + probs.element_size() // dtype.itemsize,
+            *(tensor(3, 4), probs, numbers, slots, rows, 2, 4),
+            4 + (8 + 4 * probs.element_size()) // dtype.itemsize,
         ),
-        "pack_rows_backward": (tensor(6, 24), slots, rows, 5, 2),
+        "pack_rows_backward": (tensor(6, 24), numbers, slots, rows, 5, 2, 2, 2),
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
@@ -168,8 +170,8 @@ def test_opcheck(native, device, name, dtype):
 def test_opcheck_of_optional_arguments(native, device):
     operators, given = torch.ops.moe_parallel, arguments(torch.float32, device)
     experts = torch.tensor([[0, 1], [1, -1]], device=device)
-    torch.library.opcheck(operators.routing_map.default, (experts, 3, 4, False))
-    torch.library.opcheck(operators.routing_map.default, (experts.abs(), 3, None, True))
+    torch.library.opcheck(operators.routing_map.default, (experts, 3, 4, None))
+    torch.library.opcheck(operators.routing_map.default, (experts.abs(), 3, None, experts.numel()))
     y, slots, rows, _ = given["unpermute"]
     torch.library.opcheck(operators.unpermute.default, (y, slots, rows, None))
     torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))

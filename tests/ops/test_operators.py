@@ -371,8 +371,8 @@ def _calls(ops: Ops) -> Iterator[tuple[str, Callable[[], Any]]]:
     backward = torch.ops.moe_parallel
     yield "x.* has 12 tokens, the row map 13", lambda: ops.permute(x[1:], rows)
     yield "y.* has 13 rows, the row map 26", lambda: ops.unpermute(x, rows)
-    yield "probs must have shape", lambda: ops.pack_rows(x, probs[:, :1], rows)
-    yield "cannot hold 6 of x", lambda: backward.pack_rows(x, probs, *rows[:2], None, 3)
+    yield "13 tokens, numbers 13, probs 12", lambda: ops.pack_rows(x, probs[1:], ids, rows, 5)
+    yield "cannot hold 6 of x", lambda: backward.pack_rows(x, probs, ids, *rows[:2], 5, 2, 3)
     yield "x must be float32.* not Int", lambda: ops.permute(x.int(), rows)
     yield "3 experts", lambda: ops.grouped_gemm(x[:8], w, counts)
     yield "sum to", lambda: ops.grouped_gemm(x, w[:2], counts)
