@@ -41,7 +41,10 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
 
     slots = torch.tensor([0, 3, -1, 5, 2, -1], device=device)
     rows = torch.tensor([[0, -1], [4, 1], [-1, 3]], device=device)
-    numbers = torch.tensor([[1, -1], [0, 3], [-1, 2]], device=device)  # of two destinations
+    numbers = torch.tensor([[1, 0, 3, 2], [4, 5, 6, 7], [2, 3, 0, 1]], device=device)
+    visits = torch.tensor([0, 8, 4], device=device)  # of two destinations
+    rows_of_visits = torch.tensor([[0], [2], [1]], device=device).expand(-1, 4).clone()
+    rows_of_visits[:, 1:] = -1
     counts = torch.tensor([3, 0, 3], device=device)
     probs, norms = tensor(3, 2, dtype=torch.float32), tensor(3, 4, dtype=torch.float32)
     experts, routed = (probs, slots, rows, counts), (tensor(3, 5, 4), tensor(3, 2, 5))
@@ -53,13 +56,13 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, probs),
         "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, probs),
-        "visits": (numbers, 2, 2),
-        # Rows of x, four experts and their probs, so that nothing in them is undefined.
+        "visits": (numbers, 4, 2),
+        # Rows full of x, four experts and their probs: nothing in them is undefined, or a NaN.
         "pack_rows": (
-            *(tensor(3, 4), probs, numbers, slots, rows, 2, 4),
-            4 + (8 + 4 * probs.element_size()) // dtype.itemsize,
+            *(tensor(3, 4), tensor(3, 4, dtype=torch.float32), numbers, visits, rows_of_visits),
+            *(4, 4, 4 + (8 + 4 * probs.element_size()) // dtype.itemsize),
         ),
-        "pack_rows_backward": (tensor(6, 24), numbers, slots, rows, 5, 2, 2, 2),
+        "pack_rows_backward": (tensor(3, 24), numbers, visits, rows_of_visits, 5, 4, 4, 4),
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
