@@ -38,7 +38,7 @@ from typing import Any, Literal
 
 from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.datasets import Source
-from moe_parallel.data.indexed import tokenize_documents, write_indexed
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from moe_parallel.reading import read_json
@@ -302,7 +302,7 @@ def _build(corpus: DefaultCorpus, vocab_size: int, valid_fraction: float) -> Non
     for domain in DOMAINS:
         sizes: dict[str, Any] = {}
         for side in SIDES:
-            documents = tokenize_documents(texts[domain, side], tokenizer)
+            documents = ([*tokenizer.tokenize(text), tokenizer.eod] for text in texts[domain, side])
             prefix = Path(corpus.prefix(domain, side))
             written = write_indexed(
                 prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint

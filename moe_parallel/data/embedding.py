@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from moe_parallel.data.indexed import ANY_VOCABULARY, check_indexed, read_manifest, type_of_ids
-from moe_parallel.data.tokenizer import Tokenizer, ask_hub, first_line, hush_transformers
+from moe_parallel.data.tokenizer import Tokenizer, ask_hub, hush_transformers
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
+from moe_parallel.reading import first_line
 
 # Tokens that are processed at a time.
 _SPAN_TOKENS = 2**20

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -31,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from moe_parallel.config.message import shown
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
-from moe_parallel.reading import read_json, read_small
+from moe_parallel.reading import first_line, read_json, read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document, by the names that well-known tokenizers give them.
@@ -144,10 +145,6 @@ class Tokenizer(ABC):
         """The id that stands before a text that is scored as a whole."""
         return (self.beginning or [self.eod])[-1]
 
-    def check(self, text: str) -> None:
-        """Raise InputError for a text that has no ids. Most tokenizers have ids for every text."""
-        return None
-
     @property
     def unique_identifiers(self) -> "OrderedDict[str, object]":
         """The values that Megatron's datasets put into the names of their cached indices."""
@@ -233,8 +230,9 @@ class SentencePiece(Tokenizer):
         return self.model.encode(text)
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        # One thread, not one for each core: tools/preprocess_data.py has --workers processes.
-        return self.model.encode(list(texts), num_threads=1)
+        # As many threads as the tokenizers library has, which tools/preprocess_data.py limits.
+        threads = int(os.environ.get("RAYON_NUM_THREADS", "1"))
+        return self.model.encode(list(texts), num_threads=threads)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids])
@@ -276,9 +274,6 @@ class NullTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Raises InputError for a word that is not the number of a token."""
         return [self._id(word) for word in text.split()]
-
-    def check(self, text: str) -> None:
-        self.tokenize(text)
 
     def _id(self, word: str) -> int:
         if word.isdecimal() and len(word) < 20 and int(word) < self.vocab_size:
@@ -562,12 +557,6 @@ def _converted(folder: Path) -> tokenizers.Tokenizer:
 def hush_transformers() -> None:
     """Let transformers print only errors: our own one-line message is enough."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a library's error message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
