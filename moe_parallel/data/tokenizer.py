@@ -553,6 +553,9 @@ def read_extras(folder: Path) -> Extras:
         except (OSError, ValueError) as error:
             reason = first_line(error)
             raise InputError(f"{path} is damaged ({reason}): fetch it again") from None
+    if not isinstance(template, str | list | None):
+        wrong = shown(template)
+        raise InputError(f"{file}: chat_template is {wrong}: it must be a text, or a list")
     generation: Any = None
     if (path := folder / GENERATION_FILE).is_file():
         generation = read_json(path, ": fetch it again")
@@ -570,10 +573,10 @@ def _special(file: Path, name: str, value: Any) -> Any:
     """A token, or several. A token is its text, or an object that has the text as `content`."""
     if isinstance(value, dict) and "content" in value:
         value = value["content"]
-    if isinstance(value, list):
-        return [_special(file, name, each) for each in value]
+    if isinstance(value, list) and name.endswith("_special_tokens"):
+        return [_special(file, f"{name}[]", each) for each in value]
     if isinstance(value, dict) and name == "extra_special_tokens":
-        return {key: _special(file, name, each) for key, each in value.items()}
+        return {key: _special(file, f"{name}[]", each) for key, each in value.items()}
     if not isinstance(value, str) or not is_text(value):
         raise InputError(f"{file}: {name} is {shown(value)}: it must be a token, or several")
     return value
