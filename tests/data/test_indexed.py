@@ -1,7 +1,6 @@
 """Datasets, their manifests, and that the files are those of Megatron's own builder."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import struct
@@ -232,18 +231,9 @@ def test_manifests_of_each_format(
         assert read_manifest(tmp_path / "data") == Manifest(**FACTS, sources=sources)
 
 
-def test_a_manifest_of_other_numbers_or_damaged_is_told(data: str) -> None:
-    manifest = read_manifest(data)
-    assert manifest is not None
-    facts = {"format": 3, **dataclasses.asdict(manifest)}
-    write_sealed(manifest_path(data), facts | {"documents": 4})
-    with pytest.raises(InputError, match=r"data\.manifest\.json says 4 documents and .* has 3;"):
+@pytest.mark.parametrize("change", ["[" * 100_000, "{}", "", '{"checksum": 1}'])
+def test_a_damaged_manifest_is_told(data: str, change: str) -> None:
+    manifest_path(data).write_text(change)
+    with pytest.raises(InputError, match=r"is damaged .*delete it") as caught:
         check_indexed(data, 10)
-    write_sealed(manifest_path(data), facts | {"tokens": 1_000})
-    with pytest.raises(InputError, match=r"says 1,000 tokens and the index has 8; write the"):
-        check_indexed(data, 10)
-    for change in ("[" * 100_000, "{}", "", '{"checksum": 1}'):
-        manifest_path(data).write_text(change)
-        with pytest.raises(InputError, match=r"is damaged .*delete it") as caught:
-            check_indexed(data, 10)
-        assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
