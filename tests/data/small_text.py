@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from moe_parallel.data.datasets import Datasets, Source, build_datasets
+from moe_parallel.data.datasets import Source
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.tokenizer import FastTokenizer, NullTokenizer, train_byte_bpe
 
@@ -47,15 +47,3 @@ def numbered_sources(folder: Path) -> list[Source]:
         valid_prefix = write_numbers(folder / f"{domain}_valid", valid)
         sources.append(Source(domain, None, train_prefix, valid_prefix, None))
     return sources
-
-
-def numbered_datasets(folder: Path) -> Datasets:
-    """30 training samples of 8 numbers, cached in `folder`/cache."""
-    return build_datasets(
-        numbered_sources(folder),
-        tokenizer=NUMBERS,
-        seq_length=8,
-        train_samples=30,
-        seed=1,
-        cache_folder=folder / "cache",
-    )
