@@ -15,7 +15,7 @@ docs/similarity_batching.md explains it.
 import sys
 from argparse import Namespace
 
-from moe_parallel.tool import Tool, load_torch, progress
+from moe_parallel.tool import Tool, check_positive, load_torch, progress
 
 
 def main(arguments: list[str]) -> int:
@@ -99,6 +99,9 @@ def main(arguments: list[str]) -> int:
 
 def order(flags: Namespace) -> None:
     """Write the ordered dataset and print a summary."""
+    check_positive(
+        flags, "seq-length", "instances-per-document", "embedding-size", "neighbors", "probes"
+    )
     load_torch()
 
     from moe_parallel.data.similarity import order_by_similarity

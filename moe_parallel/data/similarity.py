@@ -45,8 +45,6 @@ _ENCODED, _MOST_TOKENS = 32, 512
 # with long tokens, but not a complete book for its first page.
 _TOKENS_EACH = 4
 
-_AT_LEAST_1 = ("seq_length", "instances_per_document", "embedding_size", "neighbors", "probes")
-
 Advance = Callable[[int], object]
 
 
@@ -121,11 +119,7 @@ def order_by_similarity(flags: Namespace, progress: ShowProgress) -> str:
 
 
 def _check(flags: Namespace) -> None:
-    """Raises InputError for an unusable number."""
-    for name in _AT_LEAST_1:
-        if getattr(flags, name) < 1:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} is {getattr(flags, name)}: it must be at least 1")
+    """Raises InputError for an unusable number or name."""
     if flags.seed < 0:
         raise InputError(f"--seed is {flags.seed}: it must be at least 0")
     if flags.eod_id is not None and not 0 <= flags.eod_id < 2**31:

@@ -191,7 +191,7 @@ def _unpacked(file: InputFile, raw: io.FileIO) -> io.BufferedIOBase:
     if suffix in _PACKED and file.size == 0:
         raise InputError(f"{file} is empty: get it again")
     if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+        return gzip.GzipFile(fileobj=io.BufferedReader(raw, _BLOCK))
     if suffix in (".bz2", ".zst"):
         # bz2.BZ2File would leave out, without an error, what follows a damaged stream.
         arrow = import_optional("pyarrow", str(file))

@@ -214,29 +214,6 @@ def test_adjacent_cosine() -> None:
     assert np.isnan(adjacent_cosine(order[:1], vectors))
 
 
-def test_two_thousand_documents_of_forty_kinds(tmp_path: Path) -> None:
-    """From tokens to the order: half of a document's words belong to its kind."""
-    rng = np.random.default_rng(0)
-    words = [rng.choice(1000, 80, replace=False) for _ in range(40)]
-    kinds = rng.permutation(np.repeat(np.arange(40), 50))
-    bodies = np.where(
-        rng.random((2000, 60)) < 0.5,
-        np.stack([rng.choice(words[kind], 60) for kind in kinds]),
-        rng.integers(0, 1000, (2000, 60)),
-    )
-    write_indexed(tmp_path / "data", [[*body, 1000] for body in bodies.tolist()], 1001)
-    vectors = tf_idf(Documents(str(tmp_path / "data")), 512, 0, nothing)
-    neighbors, _ = find(vectors, 10)
-    order, _ = greedy_order(neighbors, lonely_first(neighbors, 0))
-
-    def same_kind(order: np.ndarray) -> float:
-        return float((kinds[order[1:]] == kinds[order[:-1]]).mean())
-
-    assert sorted(order.tolist()) == list(range(2000))
-    assert same_kind(np.arange(2000)) < 0.05  # measured: 0.017; 0.025 is expected
-    assert same_kind(order) >= 0.80  # measured: 0.852
-
-
 def numbered(folder: Path, lengths: list[int]) -> Documents:
     """Every token except the ends is a different number, so its origin is known."""
     ends = np.cumsum(lengths)

@@ -170,14 +170,6 @@ def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_file_that_is_no_sentencepiece_model_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece", reason="pip install sentencepiece")
-    wrong = tmp_path / "wrong.model"
-    wrong.write_text("{}")
-    with pytest.raises(InputError, match=r"wrong\.model is not a SentencePiece"):
-        build_tokenizer("SentencePieceTokenizer", str(wrong))
-
-
 def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="transformers, an optional library, is missing")
     monkeypatch.setattr("builtins.input", lambda *of: pytest.fail("asked"))
