@@ -23,8 +23,9 @@ from moe_parallel.data.text_files import Bad, Record, find_inputs, read_records
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
 
-# Texts of about this many characters are tokenized together. It does not change the result.
-_BATCH = 2**20
+# Texts of about so many characters are tokenized together, but not more than so many texts. This
+# does not change the result.
+_BATCH, _TEXTS = 2**20, 4096
 
 
 def preprocess(flags: Namespace, progress: ShowProgress) -> list[str]:
@@ -142,7 +143,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     for record in records:
         batch.append(record)
         size += sum(map(len, record.texts))
-        if size >= _BATCH:
+        if size >= _BATCH or len(batch) == _TEXTS:
             yield batch
             batch, size = [], 0
     if batch:
