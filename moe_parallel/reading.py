@@ -114,6 +114,12 @@ def read_json(file: Path, remedy: str) -> Any:
         raise InputError(f"{file} cannot be read ({error.strerror})") from None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def rows_at_a_time(metadata: Any) -> int:
     """How many rows of a Parquet file to read at a time, for `ParquetFile.iter_batches`.
 

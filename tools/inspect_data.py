@@ -2,10 +2,10 @@ r"""Show what indexed datasets contain: documents as text, lengths, duplicates, 
 
     python tools/inspect_data.py data/my_text_document --tokenizer-model data/my_tokenizer
 
-This command checks the files as training does. It prints the sources and domains of the manifest,
-the lengths of the documents, how many repeat an earlier one, and some documents as text. With
-several datasets it also counts the documents of each that occur in one before it, such as
-validation text that is also trained on.
+This command checks the files as training does. It prints the sources in the manifest, the lengths
+of the documents, how many repeat an earlier one, and some documents as text. With several datasets
+it also counts the documents of each that occur in one before it, such as validation text that is
+also trained on.
 """
 
 import argparse
@@ -49,35 +49,25 @@ def main(arguments: list[str]) -> int:
         help="number of characters of each document to show (default: 400)",
     )
     tool.add_argument("--seed", type=int, default=1234, help="seed of the samples (default: 1234)")
-    tool.add_argument(
-        "--check-sources",
-        action="store_true",
-        help="read the source files again; the exit code is 1 if one differs from the manifest",
-    )
     return tool.run(arguments, inspect)
 
 
-def inspect(flags: argparse.Namespace) -> int:
-    """Print a report; returns 1 if --check-sources finds a file that has changed."""
+def inspect(flags: argparse.Namespace) -> None:
+    """Print a report."""
     check_positive(flags, "characters")
     if min(flags.samples, flags.seed) < 0:
         raise InputError(f"--samples {flags.samples}, --seed {flags.seed}: give at least 0")
     load_torch()
 
-    from moe_parallel.data.inspection import changed_sources, inspected
+    from moe_parallel.data.inspection import inspected
     from moe_parallel.data.tokenizer import build_tokenizer
 
     tokenizer = None
     if flags.tokenizer_model is not None or flags.tokenizer_type == "NullTokenizer":
         tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size)
-    changed = False
-    for data, report in inspected(flags, tokenizer, progress):
-        print("\n".join([data.prefix, *(f"  {line}" for line in report)]), flush=True)
-        if flags.check_sources:
-            wrong = changed_sources(data)
-            changed |= bool(wrong)
-            print("\n".join(f"  source {line}" for line in wrong or ["files are unchanged"]))
-    return int(changed)
+    reports = inspected(flags, tokenizer, progress)
+    for prefix, report in zip(flags.data_path, reports, strict=True):
+        print("\n".join([prefix, *(f"  {line}" for line in report)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ their manifest contains:
 docs/similarity_batching.md explains it.
 """
 
-import argparse
 import sys
-from pathlib import Path
+from argparse import Namespace
 
-from moe_parallel.tool import Tool, load_torch, progress
+from moe_parallel.tool import Tool, check_positive, load_torch, progress
 
 
 def main(arguments: list[str]) -> int:
@@ -28,50 +27,23 @@ def main(arguments: list[str]) -> int:
         speaks_as="error",
         when_interrupted="interrupted; no dataset was written",
     )
-    files = tool.add_argument_group("files")
-    files.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset to read")
-    files.add_argument(
+    group = tool.add_argument_group("files")
+    group.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset to read")
+    group.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="dataset to write: .bin and .idx"
     )
-    files.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    files.add_argument(
+    group.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    group.add_argument(
         "--eod-id",
         type=int,
         help="id of the end-of-document token (default: the last token of all documents)",
     )
-    files.add_argument(
-        "--work-folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder in which embeddings and neighbors are kept for reuse (default: a temporary "
-        "folder next to the output)",
-    )
-    _add_embedding(tool.add_argument_group("embeddings"))
-    _add_neighbors(tool.add_argument_group("neighbors"))
-    instances = tool.add_argument_group("instances")
-    instances.add_argument("--seq-length", type=int, required=True, help="--seq-length of the run")
-    instances.add_argument(
-        "--instances-per-document",
-        type=int,
-        default=8,
-        help="number of instances per written document. --split divides the written documents; "
-        "the last label of each belongs to another instance (default: 8)",
-    )
-    instances.add_argument(
-        "--seed",
-        type=int,
-        default=1234,
-        help="seed of the projection, the starts and the shuffle (default: 1234)",
-    )
-    return tool.run(arguments, order)
-
-
-def _add_embedding(group: argparse._ArgumentGroup) -> None:
+    group = tool.add_argument_group("embeddings")
     group.add_argument(
         "--encoder",
         metavar="NAME",
         help="Hugging Face encoder, a folder or a name such as facebook/contriever "
-        "(default: TF-IDF of hashed n-grams of tokens)",
+        "(default: TF-IDF of tokens)",
     )
     group.add_argument(
         "--tokenizer-type",
@@ -81,32 +53,14 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer-model", help="tokenizer of the data: file, folder or hub name")
     group.add_argument("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
     group.add_argument(
-        "--encoder-batch-size",
-        type=int,
-        default=32,
-        help="number of documents per batch of the encoder (default: 32)",
-    )
-    group.add_argument(
         "--embedding-size",
         type=int,
         default=512,
         help="number of values of a TF-IDF vector (default: 512)",
     )
-    group.add_argument(
-        "--ngram", type=int, default=1, help="tokens of the longest n-gram of TF-IDF (default: 1)"
-    )
-
-
-def _add_neighbors(group: argparse._ArgumentGroup) -> None:
+    group = tool.add_argument_group("neighbors")
     group.add_argument(
         "--neighbors", type=int, default=10, help="number of neighbors per document (default: 10)"
-    )
-    group.add_argument(  # as it was called
-        "--neighbours",
-        dest="neighbors",
-        type=int,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
     )
     group.add_argument(
         "--index",
@@ -119,23 +73,35 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
         "--probes", type=int, default=64, help="number of lists that ivf searches (default: 64)"
     )
     group.add_argument(
-        "--shard-size",
-        type=int,
-        default=1_000_000,
-        help="number of documents in memory at once (default: 1,000,000)",
-    )
-    group.add_argument(
         "--duplicate-threshold",
         type=float,
         default=0.95,
-        help="leave out a document whose cosine with the previous one is at least this "
-        "(default: 0.95)",
+        help="leave out a document whose cosine with the previous one is at least this; 2 keeps "
+        "all (default: 0.95)",
     )
-    group.add_argument("--keep-duplicates", action="store_true", help="keep near duplicates")
+    group = tool.add_argument_group("instances")
+    group.add_argument("--seq-length", type=int, required=True, help="--seq-length of the run")
+    group.add_argument(
+        "--instances-per-document",
+        type=int,
+        default=8,
+        help="number of instances per written document. --split divides the written documents; "
+        "the last label of each belongs to another instance (default: 8)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of the projection, the starts and the shuffle (default: 1234)",
+    )
+    return tool.run(arguments, order)
 
 
-def order(flags: argparse.Namespace) -> None:
+def order(flags: Namespace) -> None:
     """Write the ordered dataset and print a summary."""
+    check_positive(
+        flags, "seq-length", "instances-per-document", "embedding-size", "neighbors", "probes"
+    )
     load_torch()
 
     from moe_parallel.data.similarity import order_by_similarity

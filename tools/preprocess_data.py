@@ -11,7 +11,7 @@ The input is text files (one document each), JSON lines and Parquet. docs/data.m
 """
 
 import sys
-from argparse import Namespace, _ArgumentGroup
+from argparse import Namespace
 from functools import partial
 
 from moe_parallel.tool import Tool, check_positive, progress
@@ -26,48 +26,32 @@ def main(arguments: list[str]) -> int:
         speaks_as="error",
         when_interrupted="interrupted; nothing was written",
     )
-    _add_text(tool.add_argument_group("text"))
-    _add_tokenizer(tool.add_argument_group("tokenizer"))
-    _add_output(tool.add_argument_group("output"))
-    return tool.run(arguments, work)
-
-
-def _add_text(group: _ArgumentGroup) -> None:
+    group = tool.add_argument_group("text")
     group.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders and quoted patterns ('data/**/*.jsonl.gz'). The files are .txt (one "
-        "document each) or JSON lines, in UTF-8 and possibly compressed as .gz, .zst, .bz2 or .xz, "
-        "or Parquet. A folder is read at any depth, in order of the paths; its .txt files are read "
-        "only if it has none of the others",
+        help="files and folders. The files are .txt (one document each) or JSON lines, in UTF-8 "
+        "and possibly compressed as .gz, .zst or .bz2, or .parquet. A folder is read at any depth, "
+        "in order of the paths; its .txt files are read only if it has none of the others",
     )
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys or columns that hold text, also nested ones (a.b); one dataset is written per "
-        "key (default: text)",
-    )
-    group.add_argument(
-        "--domain-key",
-        metavar="KEY",
-        help="key or column with the domain of a record; the manifest counts by domain (default: "
-        "the name of the --input folder, or of the folder that the file is in)",
+        help="keys or columns that hold text; one dataset is written per key (default: text)",
     )
     group.add_argument(
         "--max-bad",
         type=int,
         default=0,
         metavar="N",
-        help="leave out up to N records that cannot be used, and list them with reasons in "
-        "PREFIX_bad.jsonl (default: 0; the first one ends the program)",
+        help="leave out up to N records that cannot be used, and list them with reasons at the end "
+        "(default: 0; the first one ends the program)",
     )
-
-
-def _add_tokenizer(group: _ArgumentGroup) -> None:
+    group = tool.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
         default="ByteLevelBPE",
@@ -84,9 +68,7 @@ def _add_tokenizer(group: _ArgumentGroup) -> None:
         action="store_true",
         help="append the end-of-document token to each document",
     )
-
-
-def _add_output(group: _ArgumentGroup) -> None:
+    group = tool.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
         required=True,
@@ -102,8 +84,9 @@ def _add_output(group: _ArgumentGroup) -> None:
         "--workers",
         type=int,
         default=1,
-        help="number of processes that tokenize; it does not change the output (default: 1)",
+        help="number of threads that tokenize; it does not change the output (default: 1)",
     )
+    return tool.run(arguments, work)
 
 
 def work(flags: Namespace) -> None:

@@ -17,8 +17,7 @@ The following is left out:
 Held-out text stays unseen. A source file is assigned to one side, training or validation, by the
 hash of its content, and its docstrings are on the same side. A docstring that occurs on both sides
 is left out of `prose`. So no document of the validation side is seen in training, as code or as
-prose. Only text that any two files share remains, such as license headers; `shared_lines` measures
-it.
+prose. Only text that any two files share remains, such as license headers.
 
 The corpus is on disk as a tokenizer and indexed datasets, built once in a folder.
 """
@@ -26,22 +25,19 @@ The corpus is on disk as a tokenizer and indexed datasets, built once in a folde
 import ast
 import hashlib
 import inspect
-import json
-import sys
 import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.datasets import Source
-from moe_parallel.data.indexed import tokenize_documents, write_indexed
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.reading import read_json
 
 Domain = Literal["code", "prose"]
 Side = Literal["train", "valid"]
@@ -50,8 +46,6 @@ DOMAINS: tuple[Domain, ...] = ("code", "prose")
 SIDES: tuple[Side, ...] = ("train", "valid")
 
 VALID_FRACTION = 0.04
-
-_MANIFEST = "manifest.json"
 
 _SKIPPED_FOLDERS = {
     "site-packages",
@@ -62,9 +56,6 @@ _SKIPPED_FOLDERS = {
     "idle_test",
     "pydoc_data",
 }
-
-# Shorter lines ("else:", "return self") do not show where a text comes from.
-_TELLING_LINE = 40
 
 
 @dataclass(frozen=True)
@@ -135,23 +126,6 @@ def drop_near_copies(documents: Iterable[Document]) -> list[Document]:
             kept.append(i)
             seen.update(lines)
     return [candidates[i] for i in sorted(kept)]
-
-
-def shared_lines(train: Iterable[str], valid: Iterable[str]) -> float:
-    """Share of the validation text, in characters, that is long lines also found in training."""
-    seen = {line for text in train for line in _telling_lines(text)}
-    total = found = 0
-    for text in valid:
-        total += len(text)
-        found += sum(len(line) for line in _telling_lines(text) if line in seen)
-    return found / max(1, total)
-
-
-def _telling_lines(text: str) -> Iterator[str]:
-    for raw in text.splitlines():
-        line = raw.strip()
-        if len(line) >= _TELLING_LINE:
-            yield line
 
 
 def _read_sources(folder: Path) -> Iterator[Document]:
@@ -236,19 +210,13 @@ def _topics(folder: Path) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class DefaultCorpus:
-    """A folder with `tokenizer/`, `manifest.json` and `<domain>_<side>.bin/.idx`."""
+    """A folder with `tokenizer/` and `<domain>_<side>.bin/.idx`."""
 
     folder: Path
 
     @property
     def tokenizer_folder(self) -> Path:
         return self.folder / "tokenizer"
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """corpus_sha256, python, valid_fraction, vocab_size, and for each domain and side its
-        documents, bytes and tokens; `shared_lines`: see above."""
-        return read_json(self.folder / _MANIFEST, f": delete {self.folder}, to build it again")
 
     def prefix(self, domain: Domain, side: Side) -> str:
         """The prefix of the indexed dataset of a domain's training or validation side."""
@@ -298,29 +266,10 @@ def _build(corpus: DefaultCorpus, vocab_size: int, valid_fraction: float) -> Non
     training = [text for domain in DOMAINS for text in texts[domain, "train"]]
     tokenizer = train_byte_bpe(training, vocab_size)
     tokenizer.save(corpus.tokenizer_folder)
-    domains: dict[str, dict[str, Any]] = {}
-    for domain in DOMAINS:
-        sizes: dict[str, Any] = {}
-        for side in SIDES:
-            documents = tokenize_documents(texts[domain, side], tokenizer)
-            prefix = Path(corpus.prefix(domain, side))
-            written = write_indexed(
-                prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint
-            )
-            sizes[side] = {
-                "documents": written.documents,
-                "bytes": sum(len(text.encode()) for text in texts[domain, side]),
-                "tokens": written.tokens,
-            }
-        shared = shared_lines(texts[domain, "train"], texts[domain, "valid"])
-        domains[domain] = {**sizes, "shared_lines": round(shared, 4)}
-    keys = [content_key(text) for side_texts in texts.values() for text in side_texts]
-    manifest = {
-        "corpus_sha256": hashlib.sha256("".join(sorted(keys)).encode()).hexdigest(),
-        "python": sys.version.split()[0],
-        "valid_fraction": valid_fraction,
-        "vocab_size": tokenizer.vocab_size,
-        "domains": domains,
-    }
-    text = json.dumps(manifest, indent=1) + "\n"
-    (corpus.folder / _MANIFEST).write_text(text, encoding="utf-8")
+    for (domain, side), each in texts.items():
+        write_indexed(
+            Path(corpus.prefix(domain, side)),
+            ([*tokenizer.tokenize(text), tokenizer.eod] for text in each),
+            tokenizer.vocab_size,
+            tokenizer=tokenizer.fingerprint,
+        )

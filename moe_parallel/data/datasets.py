@@ -12,7 +12,6 @@ Held-out samples and their order depend on the sources and --seq-length alone.
 """
 
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -20,7 +19,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -263,7 +261,7 @@ def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[in
 
     Raises InputError for data of another tokenizer, and for files as in check_indexed.
     """
-    check_tokenizer(source.valid_prefix, tokenizer)
+    _check_origin(source.valid_prefix, tokenizer, None)
     check_indexed(source.valid_prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(source.valid_prefix)
     chosen_D = documents_of(source, len(dataset.document_indices) - 1)[-1]
@@ -302,8 +300,7 @@ def _check_source(
     source: Source, tokenizer: Tokenizer, seq_length: int
 ) -> tuple[_Part, _Part | None]:
     for prefix in dict.fromkeys((source.train_prefix, source.valid_prefix)):
-        check_tokenizer(prefix, tokenizer)
-        _check_length(prefix, seq_length)
+        _check_origin(prefix, tokenizer, seq_length)
         check_indexed(prefix, tokenizer.vocab_size)
     train, valid = _parts(source)
     assert train is not None  # see config.validate
@@ -336,29 +333,24 @@ def _parts(source: Source) -> list[_Part | None]:
     return parts
 
 
-def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the manifest of PREFIX, where there is one, names another tokenizer."""
+def _check_origin(prefix: str, tokenizer: Tokenizer, seq_length: int | None) -> None:
+    """Raise InputError if the manifest of PREFIX, where there is one, names another tokenizer, or
+    another sequence length, for which similar documents were joined."""
     manifest = read_manifest(prefix)
-    if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint):
+    if manifest is None:
+        return
+    if manifest.tokenizer not in (None, tokenizer.fingerprint):
         raise InputError(
             f"--data-path {prefix} was written with another tokenizer than this run's, by their "
-            f"fingerprints {_short(manifest.tokenizer)} and {_short(tokenizer.fingerprint)}: give "
+            f"fingerprints {manifest.tokenizer[:12]} and {tokenizer.fingerprint[:12]}: give "
             "the tokenizer that wrote it (--tokenizer-model), or write it again with this one"
         )
-
-
-def _check_length(prefix: str, seq_length: int) -> None:
-    manifest = read_manifest(prefix)
-    if manifest is not None and manifest.seq_length not in (None, seq_length):
+    if None not in (seq_length, manifest.seq_length) and seq_length != manifest.seq_length:
         raise InputError(
             f"--data-path {prefix} was ordered for --seq-length {manifest.seq_length}, and "
             f"--seq-length is {seq_length}: instances would not match; order it again for "
             "this length (tools/order_by_similarity.py)"
         )
-
-
-def _short(fingerprint: str | None) -> str:
-    return str(fingerprint)[:12]
 
 
 def _weights(sources: Sequence[Source], tokens: Sequence[int]) -> list[float]:
@@ -433,67 +425,50 @@ def index_cache(folder: Path, warnings: list[str]) -> Iterator[None]:
         InputError: the folder cannot be written, or a file of the data cannot be read.
     """
     record = folder / "complete.json"
-    builds = not dist.is_initialized() or dist.get_rank() == 0
-    with ExitStack() as lock:
-        with _cache_told(folder):
-            if builds:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        with ExitStack() as lock:
+            whole = True
+            if first:
                 lock.enter_context(locked(folder.with_name(f"{folder.name}.lock")))
                 found = record.is_file()  # else never built, or its build was killed
-                builds = not (found and _is_whole(record))
-                if builds:
+                whole = found and _is_whole(record)
+                if not whole:
                     remove(folder)
-                    if found:
-                        damaged = f"the indices in {folder} were damaged: they are built again"
-                        warnings.append(damaged)
-        try:
+                if found and not whole:
+                    warnings.append(f"the indices in {folder} were damaged: they are built again")
             yield
-        except OSError as error:
-            if error.filename is not None:
-                raise InputError(
-                    f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
-                    "--data-path names, and the --data-cache-path that rank 0 writes"
-                ) from None
-            # numpy's error about an array that it wrote only in part has no errno.
-            if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
-                with _cache_told(folder):
-                    raise
-            raise
-        if builds:
-            with _cache_told(folder):
+            if not whole:
                 folder.mkdir(exist_ok=True)
                 write_sealed(record, {"files": _files_beside(record)})
+    except OSError as error:
+        reason = error.strerror or error  # numpy's, about an array written in part, has only a text
+        if first:
+            raise InputError(
+                f"--data-cache-path {folder.parent} cannot be written ({reason}): "
+                "name a folder on a disk with room"
+            ) from None
+        raise InputError(
+            f"{error.filename} cannot be opened ({reason}): every rank reads what --data-path "
+            "names, and the --data-cache-path that rank 0 writes"
+        ) from None
 
 
 def _is_whole(record: Path) -> bool:
-    """Whether the files are those of the record, and arrays of integers, and no pickles."""
+    """Whether the files are those of the record, and arrays, and no pickles."""
     try:
-        whole = read_sealed(record).get("files") == _files_beside(record)
-    except ValueError:
-        return False
-    for path in record.parent.glob("*.npy") if whole else ():
-        try:
-            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-        except OSError:
-            raise
-        except Exception:  # arbitrary bytes may cause any error
+        if read_sealed(record).get("files") != _files_beside(record):
             return False
-        whole &= isinstance(array, np.ndarray) and array.dtype.kind in "iu"
-    return whole
+        for path in record.parent.glob("*.npy"):
+            np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception:  # arbitrary bytes may cause any error
+        return False
+    return True
 
 
 def _files_beside(record: Path) -> dict[str, str]:
     """The digest of every other file, by name."""
     others = (path for path in record.parent.iterdir() if path != record)
     return {path.name: file_digest(path) for path in sorted(others)}
-
-
-@contextmanager
-def _cache_told(folder: Path) -> Iterator[None]:
-    """Convert an OSError in the block to the error of a cache that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"--data-cache-path {folder.parent} cannot be written ({error.strerror or error}): "
-            "name a folder on a disk with room"
-        ) from None

@@ -19,17 +19,15 @@ import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_parallel.data.atomic_files import flush_to_disk, staging, uninterrupted
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
-from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 
 #: A label and the amount of work (None: unknown) -> a context that gives a function, which receives
@@ -47,23 +45,11 @@ _TYPES = [np.dtype(name) for name in "u1 i1 i2 i4 i8 f8 f4 u2".split()]
 # Tokens read at a time when a .bin file is scanned: 32 to 64 MiB of memory.
 _CHUNK = 16 * 2**20
 
-_FORMAT = 2
-# Fields that manifests of format 1, of earlier versions, did not have.
-_NEW_IN_2 = ("sources", "domains")
+_FORMAT = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceFile:
-    """A file of text that the documents came from: its path when read, size and SHA-256."""
-
-    path: str
-    bytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """The numbers of documents and tokens of a dataset or a domain."""
+class Size(NamedTuple):
+    """The numbers of documents and tokens of a dataset."""
 
     documents: int
     tokens: int
@@ -78,8 +64,7 @@ class Manifest:
         bin_sha256, idx_sha256: of the files.
         tokenizer: fingerprint of the tokenizer that produced the ids; None: unknown.
         seq_length: the --seq-length for which the documents were cut; None: any.
-        sources: the files of text, in the order in which they were read; None: unknown.
-        domains: the size of each domain; they add up to the dataset. None: unknown.
+        sources: paths of the files of text, in the order in which they were read; None: unknown.
     """
 
     documents: int
@@ -88,8 +73,7 @@ class Manifest:
     idx_sha256: str
     tokenizer: str | None = None
     seq_length: int | None = None
-    sources: tuple[SourceFile, ...] | None = None
-    domains: Mapping[str, Size] | None = None
+    sources: tuple[str, ...] | None = None
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -113,38 +97,23 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         raise InputError(f"{wrong} is damaged ({error}); {remedy}") from None
     except OSError as error:
         raise InputError(f"{wrong} cannot be read ({error.strerror}); {remedy}") from None
-    found = content.pop("format", None)
-    if found == 1 and not content.keys() & set(_NEW_IN_2):
-        content |= dict.fromkeys(_NEW_IN_2)
-    elif found != _FORMAT:
-        raise InputError(f"{wrong} is not of format {_FORMAT}, which this program reads; {remedy}")
     try:
-        if content["sources"] is not None:
-            content["sources"] = tuple(_checked(SourceFile, each) for each in content["sources"])
-        if (domains := content["domains"]) is not None:
-            content["domains"] = {name: _checked(Size, each) for name, each in domains.items()}
-        manifest: Manifest = _checked(Manifest, content)
-        if domains is not None:
-            parts = [dataclasses.astuple(size) for size in content["domains"].values()]
-            if (manifest.documents, manifest.tokens) != tuple(map(sum, zip(*parts, strict=True))):
-                raise ValueError("the domains do not add up")
-    except (AttributeError, KeyError, TypeError, ValueError):
+        found, sources = content.pop("format"), content.pop("sources", None)
+        if found not in (1, 2, _FORMAT):
+            raise KeyError(found)
+        if found != _FORMAT:  # 2 had sizes by domain, and digests of the sources
+            content.pop("domains", None)
+            sources = sources and [each["path"] for each in sources]
+        manifest = Manifest(**content, sources=None if sources is None else tuple(sources))
+        for name in content:
+            if not isinstance(content[name], Manifest.__annotations__[name]):
+                raise TypeError(name)
+    except (AttributeError, KeyError, TypeError):
         raise InputError(
-            f"{wrong} is not of format {found}: a field is missing, new or of another type; "
-            f"{remedy}"
+            f"{wrong} is not of format {_FORMAT}, which this program reads: a field is missing, "
+            f"new or of another type; {remedy}"
         ) from None
     return manifest
-
-
-def _checked(kind: type, content: dict[str, Any]) -> Any:
-    """A record of the class `kind`. Raises TypeError for another field or type."""
-    record = kind(**content)
-    if content.keys() != kind.__annotations__.keys():
-        raise TypeError("a field is missing")
-    for name, of in kind.__annotations__.items():
-        if name not in _NEW_IN_2 and not isinstance(getattr(record, name), of):
-            raise TypeError(name)
-    return record
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -171,17 +140,8 @@ class IndexedWriter:
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._bin.close()
-        except OSError:  # the rest of the buffer, on a full disk: the first error counts
-            if error is None:
-                raise
+    def __exit__(self, *error: object) -> None:
+        self._bin.close()
 
     def add(self, lengths_N: np.ndarray, ids_T: np.ndarray) -> None:
         """Append N documents.
@@ -201,7 +161,7 @@ class IndexedWriter:
         """Write the index and the manifest, and flush all to the disk.
 
         Args:
-            origin: tokenizer, seq_length, sources and domains of Manifest, if they are known.
+            origin: tokenizer, seq_length and sources of Manifest, if they are known.
 
         Raises:
             InputError: there is no document.
@@ -285,20 +245,6 @@ def move_indexed(source: Path, target: Path) -> None:
     os.replace(f"{source}.idx", f"{target}.idx")
 
 
-def tokenize_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, append_eod: bool = True, batch: int = 256
-) -> Iterator[list[int]]:
-    """Token ids of each text, followed by the end of document; `batch` texts at a time."""
-    ending = [tokenizer.eod] if append_eod else []
-    waiting: list[str] = []
-    for text in texts:
-        waiting.append(text)
-        if len(waiting) == batch:
-            yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
-            waiting = []
-    yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
-
-
 def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     """Check that PREFIX.bin and PREFIX.idx are complete and fit each other and the vocabulary.
 
@@ -335,28 +281,14 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
         raise InputError(
             f"--data-path {prefix}: there is no token in {prefix}.bin: name a dataset with text"
         )
-    if manifest is not None:
-        _check_index(prefix, lengths, manifest)
+    if manifest is not None and file_digest(Path(f"{prefix}.idx")) != manifest.idx_sha256:
+        raise InputError(_not_of_manifest(prefix, ".idx"))
     found = _scanned(prefix, dtype)
     if manifest is not None and found["sha256"] != manifest.bin_sha256:
         raise InputError(_not_of_manifest(prefix, ".bin"))
     if found["smallest"] < 0 or found["largest"] >= vocab_size:
         raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
     return lengths
-
-
-def _check_index(prefix: str, lengths: np.ndarray, manifest: Manifest) -> None:
-    if file_digest(Path(f"{prefix}.idx")) != manifest.idx_sha256:
-        raise InputError(_not_of_manifest(prefix, ".idx"))
-    for what, found, said in (
-        ("documents", len(lengths), manifest.documents),
-        ("tokens", int(lengths.sum(dtype=np.int64)), manifest.tokens),
-    ):
-        if found != said:
-            raise InputError(
-                f"--data-path {prefix}: {manifest_path(prefix).name} says {said:,} {what} and the "
-                f"index has {found:,}; write the dataset again"
-            )
 
 
 def type_of_ids(prefix: str) -> np.dtype:
@@ -371,7 +303,7 @@ def _hint(prefix: str) -> str:
         if near != prefix and os.path.isfile(f"{near}.idx"):
             return f"did you mean {near}?"
     folder = os.path.dirname(prefix)
-    if os.path.isfile(os.path.join(folder, "manifest.json")):
+    if os.path.basename(folder).startswith("python-vocab"):
         return f"delete the folder {folder} and the embedded corpus is built again"
     return (
         "give the path of a .bin/.idx pair without its suffix (tools/preprocess_data.py writes one)"

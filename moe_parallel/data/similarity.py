@@ -1,59 +1,57 @@
 """Similarity batching: training instances of similar documents (Lory, section 3.2).
 
-The work of tools/order_by_similarity.py, from an indexed dataset to another one: embeddings of the
+The work of tools/order_by_similarity.py, from an indexed dataset to another one: vectors of the
 documents, their nearest neighbors, a greedy path from neighbor to neighbor, instances along it. The
 rows of every array are documents, in the order of the file, unless its name says otherwise.
 """
 
-import hashlib
 import math
-import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
-from moe_parallel.data.embedding import Documents, HashedTfIdf, HuggingFaceEncoder
-from moe_parallel.data.indexed import ShowProgress, check_new, write_indexed
-from moe_parallel.data.sealed import file_digest
-from moe_parallel.data.tokenizer import build_tokenizer
+from moe_parallel.data.indexed import (
+    ANY_VOCABULARY,
+    ShowProgress,
+    check_indexed,
+    check_new,
+    read_manifest,
+    type_of_ids,
+    write_indexed,
+)
+from moe_parallel.data.tokenizer import Tokenizer, ask_hub, build_tokenizer, hush_transformers
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
-from moe_parallel.reading import open_regular
+from moe_parallel.reading import first_line
 
 # The most documents for which all pairs are compared by default. It takes minutes.
 _EXACT_UP_TO = 100_000
-
-# FAISS's k-means needs at least 39 vectors per centroid, and warns below that.
+# FAISS's k-means uses so many vectors per centroid, and warns below 39.
 _SAMPLE_PER_CELL = 64
-
 # Documents looked up at a time. Ctrl-C may wait as long as one such look-up.
 _QUERIES = 1024
-
-# Rows of a memory map that are read at a time.
-_ROWS = 4096
-
 # The most by which float32 cosines differ if they are computed in another order.
 _ROUNDING = 1e-5
+# Tokens, and documents, that are embedded at a time.
+_SPAN_TOKENS, _SPAN = 2**20, 4096
+# The documents in a batch of an encoder, and the tokens that it reads of each at most: the limit of
+# Contriever, for encoders whose tokenizer has none.
+_ENCODED, _MOST_TOKENS = 32, 512
+# Our tokens that are converted to text per token that the encoder reads: enough for a tokenizer
+# with long tokens, but not a complete book for its first page.
+_TOKENS_EACH = 4
 
-_AT_LEAST_1 = (
-    "seq_length", "instances_per_document", "encoder_batch_size", "embedding_size", "ngram",
-    "neighbors", "probes", "shard_size",
-)  # fmt: skip
-
-#: float32 [M, D] -> an index of FAISS of its rows.
-BuildIndex = Callable[[np.ndarray], Any]
+Advance = Callable[[int], object]
 
 
 def order_by_similarity(flags: Namespace, progress: ShowProgress) -> str:
     """Order the documents of a dataset by similarity and write their instances to another one.
 
-    That one is published completely or not at all. Memory contains one shard, one span of documents
-    and some tens of bytes per document. Vectors and neighbors are on the disk.
+    That one is published completely or not at all. Memory holds two copies of the vectors.
 
     Args:
         flags: those of tools/order_by_similarity.py, which describes them.
@@ -70,43 +68,46 @@ def order_by_similarity(flags: Namespace, progress: ShowProgress) -> str:
     check_new(flags.output_prefix, flags.overwrite)
     faiss()  # reports a missing package now, not after the embedding
     documents = Documents(flags.data_path, flags.eod_id)
-    count = len(documents)
+    count, k, seed = len(documents), flags.neighbors, flags.seed
     if count < 2:
         raise InputError(f"--data-path {flags.data_path} holds one document: nothing to order")
-    embedder = _embedder(flags, documents)
     output = Path(flags.output_prefix)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        TemporaryDirectory(prefix=f".{output.name}.ordering-", dir=output.parent)
-        if flags.work_folder is None
-        else nullcontext(flags.work_folder)
-    ) as folder:
-        vectors_ND, neighbors_NK, cosines_NK = _found(
-            flags, documents, embedder, Path(folder), progress
-        )
-        path, restarts = greedy_order(neighbors_NK, lonely_first(neighbors_NK, flags.seed))
-        order = path
-        if not flags.keep_duplicates:
-            order = drop_near_duplicates(path, vectors_ND, flags.duplicate_threshold)
-        pieces = Instances(documents, order, flags.seq_length, flags.instances_per_document)
-        with progress("writing", pieces.count * flags.seq_length) as advance:
-            written = write_indexed(
-                output,
-                pieces.shuffled(flags.seed, advance),
-                documents.largest_id + 1,
-                tokenizer=documents.tokenizer,
-                seq_length=flags.seq_length,
-                sources=documents.sources,
+    if flags.encoder is None:
+        with progress("embedding", 2 * int(documents.lengths.sum())) as advance:
+            vectors_ND = tf_idf(documents, flags.embedding_size, seed, advance)
+    else:
+        tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size)
+        if documents.tokenizer not in (None, tokenizer.fingerprint):
+            raise InputError(
+                f"--tokenizer-model {flags.tokenizer_model} is not the tokenizer that wrote "
+                f"{flags.data_path}: name that one, because the encoder would read other words"
             )
-        found = found_share(
-            vectors_ND, neighbors_NK, cosines_NK, shard=flags.shard_size, seed=flags.seed
+        with progress("embedding", int(documents.lengths.sum())) as advance:
+            vectors_ND = encoded(flags.encoder, tokenizer, documents, advance)
+    exact = flags.index == "exact" or (flags.index == "auto" and count <= _EXACT_UP_TO)
+    index = build_index(vectors_ND, None if exact else flags.probes, seed)
+    with progress("neighbors", count) as advance:
+        neighbors_NK, cosines_NK = find_neighbors(vectors_ND, index, k, advance)
+    found = 1.0 if exact else found_share(vectors_ND, neighbors_NK, cosines_NK, seed)
+    path, restarts = greedy_order(neighbors_NK, lonely_first(neighbors_NK, seed))
+    order = drop_near_duplicates(path, vectors_ND, flags.duplicate_threshold)
+    pieces = Instances(documents, order, flags.seq_length, flags.instances_per_document)
+    with progress("writing", pieces.count * flags.seq_length) as advance:
+        written = write_indexed(
+            output,
+            pieces.shuffled(seed, advance),
+            documents.largest_id + 1,
+            tokenizer=documents.tokenizer,
+            seq_length=flags.seq_length,
+            sources=documents.sources,
         )
-        # GPTDataset shuffles the documents of the original file.
-        shuffled = np.random.default_rng(flags.seed).permutation(count)
-        after, before, at_random = (
-            adjacent_cosine(each, vectors_ND) for each in (order, np.arange(count), shuffled)
-        )
-        neighbors = sum(int((rows >= 0).sum()) for rows in _chunks(neighbors_NK)) / count
+    # GPTDataset shuffles the documents of the original file.
+    shuffled = np.random.default_rng(seed).permutation(count)
+    after, before, at_random = (
+        adjacent_cosine(each, vectors_ND) for each in (order, np.arange(count), shuffled)
+    )
+    neighbors = (neighbors_NK >= 0).sum() / count
     return (
         f"{count:,} documents, {neighbors:.1f} neighbors each ({found:.0%} of the nearest found); "
         f"{restarts:,} restarts, {count - len(order):,} near duplicates left out\n"
@@ -118,19 +119,15 @@ def order_by_similarity(flags: Namespace, progress: ShowProgress) -> str:
 
 
 def _check(flags: Namespace) -> None:
-    """Raises InputError for an unusable number."""
-    for name in _AT_LEAST_1:
-        if getattr(flags, name) < 1:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} is {getattr(flags, name)}: it must be at least 1")
+    """Raises InputError for an unusable number or name."""
     if flags.seed < 0:
         raise InputError(f"--seed is {flags.seed}: it must be at least 0")
     if flags.eod_id is not None and not 0 <= flags.eod_id < 2**31:
         raise InputError(f"--eod-id {flags.eod_id} is not a token id: give 0 or more")
-    if not 0 < flags.duplicate_threshold <= 1:
+    if not flags.duplicate_threshold > 0:
         raise InputError(
-            f"--duplicate-threshold {flags.duplicate_threshold} must be above 0 and at most 1 "
-            "(--keep-duplicates leaves out none)"
+            f"--duplicate-threshold {flags.duplicate_threshold} must be above 0 "
+            "(2, which no cosine reaches, leaves out none)"
         )
     if flags.seq_length * flags.instances_per_document >= 2**31:
         raise InputError(
@@ -143,114 +140,158 @@ def _check(flags: Namespace) -> None:
         )
 
 
-def _embedder(flags: Namespace, documents: Documents) -> HashedTfIdf | HuggingFaceEncoder:
-    if flags.encoder is None:
-        return HashedTfIdf(flags.embedding_size, orders=flags.ngram, seed=flags.seed)
-    tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size)
-    if documents.tokenizer not in (None, tokenizer.fingerprint):
-        raise InputError(
-            f"--tokenizer-model {flags.tokenizer_model} is not the tokenizer that wrote "
-            f"{flags.data_path}: name that one, because the encoder would read other words"
-        )
-    return HuggingFaceEncoder(flags.encoder, tokenizer, flags.encoder_batch_size)
+class Documents:
+    """The documents of PREFIX.bin, read from the disk when they are requested.
+
+    A document is what Megatron's GPTDataset shuffles: one sequence of the index. Each ends with
+    the token `eod`. A document that lacks it in the file gets it here, so that two adjacent
+    documents stay separate.
+
+    Attributes:
+        eod: id of the token that ends a document.
+        largest_id: in the file, or `eod`.
+        lengths: int64 [N], tokens of each document, `eod` included.
+        tokenizer: fingerprint of the tokenizer that wrote them; None: unknown.
+        sources: the files of text that they came from; None: unknown.
+    """
+
+    def __init__(self, prefix: str, eod: int | None = None) -> None:
+        """Open the dataset PREFIX. `eod` None: the last token of all documents.
+
+        Raises:
+            InputError: files as in check_indexed; documents that end differently, without `eod`.
+        """
+        lengths = check_indexed(prefix, ANY_VOCABULARY).astype(np.int64)
+        manifest = read_manifest(prefix)
+        self.tokenizer = None if manifest is None else manifest.tokenizer
+        self.sources = None if manifest is None else manifest.sources
+        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=type_of_ids(prefix))
+        self._starts = np.cumsum(lengths) - lengths
+        last = self._ids[(self._starts + lengths)[lengths > 0] - 1]
+        if eod is None and (different := len(np.unique(last))) != 1:
+            raise InputError(
+                f"--data-path {prefix}: its documents end with {different} different tokens, so "
+                "the end-of-document token is unknown; give it with --eod-id"
+            )
+        self.eod = int(last[0]) if eod is None else eod
+        self.largest_id = max(self.eod, int(self._ids.max()))
+        ended = np.zeros(len(lengths), dtype=bool)
+        ended[lengths > 0] = last == self.eod
+        self.lengths = lengths - ended + 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """int64 [lengths[i]]: the ids of document i, ended by `eod`."""
+        return np.append(self.body(i).astype(np.int64), self.eod)
+
+    def body(self, i: int) -> np.ndarray:
+        """The ids of document i without the `eod` at its end, in the file's own integer type."""
+        return self._ids[self._starts[i] : self._starts[i] + self.lengths[i] - 1]
+
+    def spans(self, most: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
+        """Places and bodies of at most `most` documents, of a million tokens (or one longer)."""
+        first, ends = 0, np.cumsum(self.lengths)
+        while first < len(self):
+            start = ends[first] - self.lengths[first]
+            reach = np.searchsorted(ends, start + _SPAN_TOKENS, side="right")
+            last = min(max(int(reach), first + 1), first + most)
+            yield slice(first, last), [self.body(i) for i in range(first, last)]
+            first = last
 
 
-def _found(
-    flags: Namespace,
-    documents: Documents,
-    embedder: HashedTfIdf | HuggingFaceEncoder,
-    folder: Path,
-    progress: ShowProgress,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vectors [N, D], neighbors and their cosines [N, K], as memory maps in `folder`."""
-    count, k, shard = len(documents), flags.neighbors, flags.shard_size
+def tf_idf(documents: Documents, size: int, seed: int, advance: Advance) -> np.ndarray:
+    """float32 [N, size]: TF-IDF of token ids, projected to vectors of length 1 or 0.
 
-    def embed(out_ND: np.ndarray) -> None:
-        with progress("embedding", embedder.passes * int(documents.lengths.sum())) as advance:
-            embedder.embed(documents, out_ND, advance)
+    For a document d, a token t, and N documents, df(t) of which have t:
 
-    # A name of the dataset's content that does not need reading all of it.
-    state = os.stat(f"{flags.data_path}.bin")
-    content = f"{file_digest(Path(f'{flags.data_path}.idx'))} {state.st_size} {state.st_mtime_ns}"
-    made_from = f"{content!r}, {documents.eod}, {embedder.description!r}"
-    (vectors_ND,) = computed_once(
-        folder / "embeddings", made_from, [((count, embedder.size), np.float32)], embed
-    )
-    build, name = exact_index, "ExactIndex()"
-    if flags.index == "ivf" or (flags.index == "auto" and count > _EXACT_UP_TO):
-        build, name = (
-            lambda vectors_MD: inverted_index(vectors_MD, flags.probes, flags.seed),
-            f"InvertedIndex(probes={flags.probes}, seed={flags.seed})",
-        )
+        weight(d, t) = (1 + ln count(d, t)) * ln((1 + N) / df(t))
 
-    def search(neighbors_NK: np.ndarray, cosines_NK: np.ndarray) -> None:
-        with progress("neighbors", count * -(-count // shard)) as advance:
-            find_neighbors(vectors_ND, build, shard, neighbors_NK, cosines_NK, advance=advance)
+    The second factor is never 0 for a token that occurs, so equal documents have cosine 1 even if
+    all documents are equal. A token that occurs everywhere has only a weight of about 1/N. The
+    projection by random signs (Achlioptas, "Database-friendly random projections", 2003) preserves
+    cosines up to about 1/sqrt(size).
 
-    neighbors_NK, cosines_NK = computed_once(
-        folder / "neighbors",
-        f"{made_from}, {name}, {shard}",
-        [((count, k), np.int64), ((count, k), np.float32)],
-        search,
-    )
-    return vectors_ND, neighbors_NK, cosines_NK
+    `advance` receives the tokens that were read, twice each.
+    """
+    sparse = import_optional("scipy.sparse", "TF-IDF")
+    width = documents.largest_id + 1
+
+    def counts() -> Iterator[tuple[slice, Any]]:
+        for where, bodies in documents.spans(_SPAN):
+            ends = np.cumsum([0, *map(len, bodies)])
+            ids = np.concatenate([np.zeros(0, np.int32), *bodies]).astype(np.int32)
+            ones = np.ones(len(ids), np.float32)
+            found = sparse.csr_matrix((ones, ids, ends), shape=(len(bodies), width))
+            found.sum_duplicates()
+            yield where, found
+            advance(int(documents.lengths[where].sum()))
+
+    holding_V = sum(found.getnnz(axis=0) for _, found in counts())
+    idf_V = np.log((1 + len(documents)) / np.maximum(holding_V, 1)).astype(np.float32)
+    signs = np.random.default_rng(seed).integers(0, 2, (width, size), dtype=np.int8)
+    signs_VD = 2 * signs.astype(np.float32) - 1
+    vectors_ND = np.empty((len(documents), size), dtype=np.float32)
+    for where, found in counts():
+        found.data = (1 + np.log(found.data)) * idf_V[found.indices]
+        vectors_ND[where] = _normalized(found @ signs_VD)
+    return vectors_ND
 
 
-def computed_once(
-    path: Path,
-    made_from: str,
-    shapes: Sequence[tuple[tuple[int, ...], type]],
-    make: Callable[..., object],
-) -> list[np.ndarray]:
-    """Read-only memory maps of arrays that `make(*arrays)` fills, unless they exist.
+def _normalized(rows: np.ndarray) -> np.ndarray:
+    """float32, each row divided by its length; zero rows stay zero."""
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(lengths > 0, lengths, 1), dtype=np.float32)
 
-    They get their names when all are filled, so an interrupted `make` starts anew. It also starts
-    anew if the files are not arrays of those shapes and types.
+
+@torch.inference_mode()
+def encoded(name: str, tokenizer: Tokenizer, documents: Documents, advance: Advance) -> np.ndarray:
+    """float32 [N, D]: the mean over a document's tokens of an encoder's last hidden state, as in
+    Contriever, of length 1; 0 for a document without text.
+
+    Only the beginning of a document is read, as far as the encoder's limit, at most 512 tokens.
 
     Args:
-        path: the beginning of the files' names.
-        made_from: everything that the content depends on.
-        shapes: shape and type of each array.
-        make: called with the arrays to fill.
+        name: of the encoder: a folder, or a name on the hub. It runs on a GPU if torch finds one.
+        tokenizer: the tokenizer that wrote the documents.
+        documents: to be encoded.
+        advance: receives tokens.
+
+    Raises:
+        InputError: transformers is not installed, or cannot open an encoder of that name without
+            executing code that comes with it.
     """
-    described = f"[{', '.join([made_from, *map(repr, shapes)])}]"
-    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
-    final = [path.with_name(f"{path.name}{i}-{digest}.npy") for i in range(len(shapes))]
-    found = [_array(each, *of) for each, of in zip(final, shapes, strict=True)]
-    if any(array is None for array in found):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writing = [each.with_name(f"{each.name}.writing-{os.getpid()}") for each in final]
-        try:
-            outs = []
-            for temporary, (shape, dtype) in zip(writing, shapes, strict=True):
-                outs.append(np.lib.format.open_memmap(temporary, "w+", dtype, shape))
-                # A full disk raises an error now; later, writing to a map, it would kill us.
-                with temporary.open("r+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
-            make(*outs)
-            for out, temporary, each in zip(outs, writing, final, strict=True):
-                out.flush()
-                os.replace(temporary, each)
-        finally:
-            for temporary in writing:
-                temporary.unlink(missing_ok=True)
-        found = [_array(each, *of) for each, of in zip(final, shapes, strict=True)]
-    return [array for array in found if array is not None]
-
-
-def _array(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None:
-    """The array in a file; None if there is no such file, or its content is something else."""
+    library = import_optional("transformers", f"--encoder {name}")
+    hush_transformers()
+    only_here = Path(name).exists() or ask_hub(name, "config.json") is not None
+    safely = {"trust_remote_code": False, "local_files_only": only_here}
     try:
-        open_regular(path).close()
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        raise
-    except Exception:  # arbitrary bytes may cause any error
-        return None
-    fits = isinstance(array, np.ndarray) and (array.shape, array.dtype) == (shape, dtype)
-    return array if fits else None
+        to_ids = library.AutoTokenizer.from_pretrained(name, **safely)
+        model = library.AutoModel.from_pretrained(name, weights_only=True, **safely)
+    except Exception as error:  # a download can fail with many kinds of errors
+        raise InputError(
+            f"--encoder {name} is not an encoder that transformers can open without running "
+            f"code of its own ({first_line(error)}); give its folder or its name on the hub"
+        ) from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.float().to(device).eval()
+    places = getattr(model.config, "max_position_embeddings", _MOST_TOKENS)
+    limit = min(_MOST_TOKENS, places, to_ids.model_max_length)
+    vectors_ND = np.empty((len(documents), model.config.hidden_size), dtype=np.float32)
+    for where, bodies in documents.spans(_ENCODED):
+        texts = [tokenizer.detokenize(body[: _TOKENS_EACH * limit].tolist()) for body in bodies]
+        inputs = to_ids(
+            texts, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        ).to(device)
+        hidden_BSD = model(**inputs).last_hidden_state
+        mask_BS1 = inputs["attention_mask"].unsqueeze(-1).to(hidden_BSD.dtype)
+        mean_BD = (hidden_BSD * mask_BS1).sum(1) / mask_BS1.sum(1).clamp(min=1)
+        # For a document without text, only the encoder's special tokens would be embedded.
+        mean_BD[[len(body) == 0 for body in bodies]] = 0
+        vectors_ND[where] = _normalized(mean_BD.cpu().numpy())
+        advance(int(documents.lengths[where].sum()))
+    return vectors_ND
 
 
 def faiss() -> Any:
@@ -258,93 +299,65 @@ def faiss() -> Any:
     return import_optional("faiss", "the search for similar documents")
 
 
-def exact_index(vectors_MD: np.ndarray) -> Any:
-    """Compares every pair: time grows with the square of the corpus."""
-    index = faiss().IndexFlatIP(vectors_MD.shape[1])
-    index.add(vectors_MD)
-    return index
+def build_index(vectors_ND: np.ndarray, probes: int | None, seed: int) -> Any:
+    """An index of FAISS of the vectors, by inner product.
 
-
-def inverted_index(vectors_MD: np.ndarray, probes: int, seed: int) -> Any:
-    """Inverted lists: k-means divides the shard into cells, and a query searches a few of them.
-
-    Args:
-        vectors_MD: float32, of the shard.
-        probes: number of cells that a query searches.
-        seed: of the k-means and of its training sample.
+    `probes` None: it compares every pair, so time grows with the square of the corpus. Otherwise
+    k-means, which depends on `seed`, divides the vectors into cells, and a query searches `probes`
+    of them.
     """
-    library = faiss()
-    count, width = vectors_MD.shape
+    library, (count, width) = faiss(), vectors_ND.shape
     cells = max(1, min(round(4 * math.sqrt(count)), count // _SAMPLE_PER_CELL))
-    centers = library.IndexFlatIP(width)
-    index = library.IndexIVFFlat(centers, width, cells, library.METRIC_INNER_PRODUCT)
-    index.cp.spherical = True
-    index.cp.seed = seed
-    index.cp.min_points_per_centroid = 1  # else it warns about a corpus of a few documents
-    sample = np.random.default_rng(seed).choice(
-        count, size=min(count, cells * _SAMPLE_PER_CELL), replace=False
-    )
-    index.train(vectors_MD[np.sort(sample)])
-    index.add(vectors_MD)
-    index.nprobe = probes
+    kind = "Flat" if probes is None else f"IVF{cells},Flat"
+    index = library.index_factory(width, kind, library.METRIC_INNER_PRODUCT)
+    if probes is not None:
+        index.cp.seed = seed
+        index.cp.max_points_per_centroid = _SAMPLE_PER_CELL
+        index.cp.min_points_per_centroid = 1  # else it warns about a corpus of a few documents
+        index.nprobe = probes
+        index.train(vectors_ND)
+    index.add(vectors_ND)
     return index
 
 
 def find_neighbors(
-    vectors_ND: np.ndarray,
-    build: BuildIndex,
-    shard: int,
-    neighbors_QK: np.ndarray,
-    cosines_QK: np.ndarray,
-    *,
-    asked: np.ndarray | None = None,
-    advance: Callable[[int], object] = lambda queries: None,
-) -> None:
-    """Find the K documents most similar to each of Q, most similar first, without itself.
+    vectors_ND: np.ndarray, index: Any, k: int, advance: Advance = lambda queries: None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The K documents most similar to each, most similar first, without itself.
 
-    An index contains at most `shard` documents. It is filled with one shard of the corpus after
-    another, all of the Q documents are looked up in each, and the best K so far are kept. With
-    exact indices the result does not depend on the shard, except for cosines equal to the last
-    bits. Only documents of positive cosine are neighbors: others have nothing in common.
+    Only documents of positive cosine are neighbors: others have nothing in common. Of equal cosines
+    the lower number comes first.
 
     Args:
-        vectors_ND: float32, with cosines as inner products; may be a memory map.
-        build: creates the index of a shard.
-        shard: the most documents in an index.
-        neighbors_QK: int64, output: numbers of documents, -1 if there are fewer than K.
-        cosines_QK: float32, output: their cosines, 0 if there is no neighbor.
-        asked: int64 [Q], numbers of documents; None: all.
-        advance: receives numbers of queries; Q per shard.
+        vectors_ND: float32, of length 1 or 0.
+        index: build_index of them.
+        k: K.
+        advance: receives numbers of queries.
+
+    Returns:
+        int64 [N, K], numbers of documents, -1 if there are fewer than K; float32 [N, K], their
+        cosines, 0 if there is no neighbor.
     """
-    k = neighbors_QK.shape[1]
-    asked = np.arange(len(vectors_ND)) if asked is None else asked
-    for start in range(0, len(vectors_ND), shard):
-        index = build(np.ascontiguousarray(vectors_ND[start : start + shard]))
-        for first in range(0, len(asked), _QUERIES):
-            chunk = slice(first, first + _QUERIES)
-            numbers = asked[chunk]
-            # One more than K, because a document finds itself.
-            cosines, found = index.search(np.ascontiguousarray(vectors_ND[numbers]), k + 1)
-            found = np.where(found >= 0, found + start, -1)
-            found[found == numbers[:, None]] = -1
-            if start:
-                found = np.concatenate([neighbors_QK[chunk], found], axis=1)
-                cosines = np.concatenate([cosines_QK[chunk], cosines], axis=1)
-            usable = (found >= 0) & (cosines > 0)
-            cosines, found = np.where(usable, cosines, 0), np.where(usable, found, -1)
-            # Of equal cosines the lower number comes first.
-            best = np.lexsort((found, -cosines), axis=1)[:, :k]
-            neighbors_QK[chunk] = np.take_along_axis(found, best, axis=1)
-            cosines_QK[chunk] = np.take_along_axis(cosines, best, axis=1)
-            advance(len(numbers))
+    neighbors_NK = np.empty((len(vectors_ND), k), dtype=np.int64)
+    cosines_NK = np.empty((len(vectors_ND), k), dtype=np.float32)
+    for first in range(0, len(vectors_ND), _QUERIES):
+        chunk = slice(first, first + _QUERIES)
+        # One more than K, because a document finds itself.
+        cosines, found = index.search(vectors_ND[chunk], k + 1)
+        itself = found == np.arange(first, first + len(found))[:, None]
+        usable = (found >= 0) & (cosines > 0) & ~itself
+        cosines, found = np.where(usable, cosines, 0), np.where(usable, found, -1)
+        best = np.lexsort((found, -cosines), axis=1)[:, :k]
+        neighbors_NK[chunk] = np.take_along_axis(found, best, axis=1)
+        cosines_NK[chunk] = np.take_along_axis(cosines, best, axis=1)
+        advance(len(found))
+    return neighbors_NK, cosines_NK
 
 
 def found_share(
     vectors_ND: np.ndarray,
     neighbors_NK: np.ndarray,
     cosines_NK: np.ndarray,
-    *,
-    shard: int,
     seed: int,
     sample: int = 100,
 ) -> float:
@@ -353,12 +366,17 @@ def found_share(
     A document as similar as the true K-th counts as found, because equal ones are interchangeable.
     """
     count, k = neighbors_NK.shape
-    asked = np.sort(np.random.default_rng(seed).permutation(count)[:sample])
-    true, nearest = np.zeros((len(asked), k), np.int64), np.zeros((len(asked), k), np.float32)
-    find_neighbors(vectors_ND, exact_index, shard, true, nearest, asked=asked)
-    least = np.where(true >= 0, nearest, np.inf).min(axis=1, keepdims=True)
-    found = (neighbors_NK[asked] >= 0) & (cosines_NK[asked] >= least - _ROUNDING)
-    return float(found.sum() / max(1, (true >= 0).sum()))
+    asked = np.random.default_rng(seed).permutation(count)[:sample]
+    found = total = 0
+    for document in asked.tolist():
+        cosines = vectors_ND @ vectors_ND[document]
+        cosines[document] = 0
+        nearest = np.sort(cosines[cosines > 0])[-k:]
+        kept = neighbors_NK[document] >= 0
+        if len(nearest):
+            found += int((kept & (cosines_NK[document] >= nearest[0] - _ROUNDING)).sum())
+            total += len(nearest)
+    return found / max(1, total)
 
 
 def greedy_order(neighbors_NK: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, int]:
@@ -386,7 +404,6 @@ def greedy_order(neighbors_NK: np.ndarray, starts: np.ndarray) -> tuple[np.ndarr
             used[document] = True
             around = neighbors_NK[document].tolist()
             document = next((other for other in around if other >= 0 and not used[other]), -1)
-    assert len(order) == len(starts)
     return np.array(order, dtype=np.int64), begun - 1
 
 
@@ -396,10 +413,9 @@ def lonely_first(neighbors_NK: np.ndarray, seed: int) -> np.ndarray:
     Shi et al. start with a document of the smallest degree, because it is the most likely to be
     left over. Their degree counts the remaining documents, ours counts all.
     """
-    named = np.zeros(len(neighbors_NK), dtype=np.int64)
-    for rows in _chunks(neighbors_NK):
-        np.add.at(named, rows[rows >= 0], 1)
-    shuffled = np.random.default_rng(seed).permutation(len(named))
+    count = len(neighbors_NK)
+    named = np.bincount(neighbors_NK[neighbors_NK >= 0], minlength=count)
+    shuffled = np.random.default_rng(seed).permutation(count)
     return shuffled[np.argsort(named[shuffled], kind="stable")]
 
 
@@ -412,32 +428,24 @@ def drop_near_duplicates(order: np.ndarray, vectors_ND: np.ndarray, threshold: f
     """
     kept: list[int] = []
     last = np.zeros(vectors_ND.shape[1], dtype=np.float32)
-    for chunk in _chunks(order):
-        for document, vector in zip(chunk.tolist(), vectors_ND[chunk], strict=True):
-            if float(last @ vector) < threshold:
-                kept.append(document)
-                last = vector
+    for document in order.tolist():
+        if float(last @ vectors_ND[document]) < threshold:
+            kept.append(document)
+            last = vectors_ND[document]
     return np.array(kept, dtype=np.int64)
 
 
-def adjacent_cosine(order: np.ndarray, vectors_ND: np.ndarray, pairs: int = 100_000) -> float:
+def adjacent_cosine(order: np.ndarray, vectors_ND: np.ndarray, pairs: int = 10_000) -> float:
     """The mean cosine of adjacent documents, over at most `pairs` evenly spread pairs.
 
     NaN for fewer than two documents.
     """
     count = len(order) - 1
     if count < 1:
-        return float("nan")
-    places = np.unique(np.linspace(0, count - 1, min(count, pairs)).astype(np.int64))
-    total = 0.0
-    for left in _chunks(places):
-        a, b = vectors_ND[order[left]], vectors_ND[order[left + 1]]
-        total += float(np.einsum("nd,nd->", a, b, dtype=np.float64))
-    return total / len(places)
-
-
-def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    return (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+        return math.nan
+    left = np.linspace(0, count - 1, min(count, pairs)).astype(np.int64)
+    a, b = vectors_ND[order[left]], vectors_ND[order[left + 1]]
+    return float(np.einsum("nd,nd->", a, b, dtype=np.float64)) / len(left)
 
 
 class Instances:
@@ -487,24 +495,15 @@ class Instances:
                 f"have {tokens} tokens; use a shorter sequence or more text"
             )
 
-    def __len__(self) -> int:
-        return (self._tokens + self._piece - 1) // self._piece
-
-    def __getitem__(self, piece: int) -> np.ndarray:
-        """int64 [m*S]: a piece of the text."""
-        start = piece * self._piece
-        end = min(start + self._piece, self._tokens)
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._ends, end, side="left"))
-        ids = np.concatenate([self._documents[i] for i in self._order[first : last + 1].tolist()])
-        skipped = start - (int(self._ends[first - 1]) if first else 0)
-        return ids[skipped : skipped + end - start]
-
-    def shuffled(
-        self, seed: int, advance: Callable[[int], object] = lambda tokens: None
-    ) -> Iterator[list[int]]:
+    def shuffled(self, seed: int, advance: Advance = lambda tokens: None) -> Iterator[list[int]]:
         """Every piece once, in random order; `advance` receives the tokens of each."""
-        for piece in np.random.default_rng(seed).permutation(len(self)).tolist():
-            ids = self[piece].tolist()
-            yield ids
-            advance(len(ids))
+        pieces = -(-self._tokens // self._piece)
+        for piece in np.random.default_rng(seed).permutation(pieces).tolist():
+            start = piece * self._piece
+            end = min(start + self._piece, self._tokens)
+            first = int(np.searchsorted(self._ends, start, side="right"))
+            last = int(np.searchsorted(self._ends, end, side="left"))
+            joined = [self._documents[i] for i in self._order[first : last + 1].tolist()]
+            skipped = start - (int(self._ends[first - 1]) if first else 0)
+            yield np.concatenate(joined)[skipped : skipped + end - start].tolist()
+            advance(end - start)

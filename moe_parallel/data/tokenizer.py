@@ -9,16 +9,15 @@ Every function that reads a file raises InputError, in one line, for one that is
 it should be. Code that comes with a tokenizer is never run.
 """
 
-import difflib
 import hashlib
 import json
 import logging
-import math
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from moe_parallel.config.message import shown
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
-from moe_parallel.reading import read_json, read_small
+from moe_parallel.reading import first_line, read_json, read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document, by the names that well-known tokenizers give them.
@@ -40,20 +39,17 @@ _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>"
 # The configuration in a folder that we write; Hugging Face reads the same file.
 CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-_TEMPLATE = "chat_template"
-_DEFAULT = "default"  # the name of the template in chat_template.jinja
 _BOS = "imported_bos_id"  # our own field: other folders do not say what a model here has read
 
-#: Fields of tokenizer_config.json, each of which names one token.
-_ONE = ("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: Fields that name several: a list, or an object from names to tokens.
-_SEVERAL = ("additional_special_tokens", "extra_special_tokens")
+#: Fields of tokenizer_config.json that name tokens.
+_SPECIAL = (
+    "bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens", "extra_special_tokens",
+)  # fmt: skip
 
 #: The most tokens of a vocabulary.
 LARGEST_VOCABULARY = 2**24
 _MOST_BYTES = 1 << 30  # of a tokenizer.json
-_LONGEST_WORD = 1000  # characters
-_MOST_GROWTH = 4096
 
 #: A token, several, or several that have names.
 SpecialToken = str | list[str] | dict[str, str]
@@ -68,7 +64,7 @@ class Extras:
     """
 
     special_tokens: Mapping[str, SpecialToken] = field(default_factory=dict)  # by field
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name
+    chat_template: Any = None  # a text, or a list of objects of name and template
     generation: Mapping[str, Any] | None = None  # the fields of generation_config.json
     bos: int | None = None  # the id that an imported model expects before each text
 
@@ -77,12 +73,8 @@ class Extras:
         fields = {"tokenizer_type": tokenizer_type, **fields, **self.special_tokens}
         if self.bos is not None:
             fields[_BOS] = self.bos
-        templates = self.chat_templates
-        if set(templates) == {_DEFAULT}:
-            fields[_TEMPLATE] = templates[_DEFAULT]
-        elif templates:
-            pairs = sorted(templates.items())
-            fields[_TEMPLATE] = [{"name": name, "template": text} for name, text in pairs]
+        if self.chat_template is not None:
+            fields["chat_template"] = self.chat_template
         text = json.dumps(fields, indent=1) + "\n"
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         if self.generation is not None:
@@ -143,10 +135,6 @@ class Tokenizer(ABC):
     def before_text(self) -> int:
         """The id that stands before a text that is scored as a whole."""
         return (self.beginning or [self.eod])[-1]
-
-    def check(self, text: str) -> None:
-        """Raise InputError for a text that has no ids. Most tokenizers have ids for every text."""
-        return None
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, object]":
@@ -217,12 +205,8 @@ class SentencePiece(Tokenizer):
 
     def __init__(self, file: Path) -> None:
         library = import_optional("sentencepiece", "--tokenizer-type SentencePieceTokenizer")
-        try:
+        with _told(f"--tokenizer-model {file} is not a SentencePiece .model file"):
             self.model = library.SentencePieceProcessor(model_file=str(file))
-        except (OSError, RuntimeError) as error:
-            raise InputError(
-                f"--tokenizer-model {file} is not a SentencePiece .model file ({first_line(error)})"
-            ) from None
         if self.model.eos_id() < 0:
             raise InputError(f"--tokenizer-model {file} has no </s> token to end a document with")
         self.file = file
@@ -233,8 +217,9 @@ class SentencePiece(Tokenizer):
         return self.model.encode(text)
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        # One thread, not one for each core: tools/preprocess_data.py has --workers processes.
-        return self.model.encode(list(texts), num_threads=1)
+        # As many threads as the tokenizers library has, which tools/preprocess_data.py limits.
+        threads = int(os.environ.get("RAYON_NUM_THREADS", "1"))
+        return self.model.encode(list(texts), num_threads=threads)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids])
@@ -276,9 +261,6 @@ class NullTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Raises InputError for a word that is not the number of a token."""
         return [self._id(word) for word in text.split()]
-
-    def check(self, text: str) -> None:
-        self.tokenize(text)
 
     def _id(self, word: str) -> int:
         if word.isdecimal() and len(word) < 20 and int(word) < self.vocab_size:
@@ -349,23 +331,19 @@ def build_tokenizer(
     Raises:
         InputError: an unknown type; a missing or wrong file; a library that is not installed.
     """
-    kinds = {
-        "ByteLevelBPE": "FILE|FOLDER",
-        "HuggingFaceTokenizer": "a folder, a tokenizer.json, or a name on the hub",
-        "SentencePieceTokenizer": "FILE|FOLDER",
-        "NullTokenizer": "",
-    }
+    kinds = ("ByteLevelBPE", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
     if tokenizer_type not in kinds:
-        near = difflib.get_close_matches(tokenizer_type, kinds, n=1, cutoff=0.3)
-        meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(kinds)}"
-        raise InputError(f"--tokenizer-type {tokenizer_type} is unknown: {meant}")
+        raise InputError(
+            f"--tokenizer-type {tokenizer_type} is unknown: use one of {', '.join(kinds)}"
+        )
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
             raise InputError("--tokenizer-type NullTokenizer needs --vocab-size")
         return NullTokenizer(vocab_size)
     if tokenizer_model is None:
+        hub = ", or a name on the hub" if tokenizer_type == "HuggingFaceTokenizer" else ""
         raise InputError(
-            f"--tokenizer-type {tokenizer_type} needs --tokenizer-model: {kinds[tokenizer_type]}"
+            f"--tokenizer-type {tokenizer_type} needs --tokenizer-model: a file or folder{hub}"
         )
     path = Path(tokenizer_model)
     folder = path if path.is_dir() else path.parent
@@ -446,65 +424,34 @@ def _existing(path: Path, name: str) -> Path:
 
 def _read_fast(file: Path) -> tokenizers.Tokenizer:
     """Open a tokenizer.json."""
-    try:
+    with _told(f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library"):
         return _bounded(tokenizers.Tokenizer.from_buffer(read_small(file, _MOST_BYTES)))
-    except BaseException as error:
-        if not _is_fault(error):
-            raise
-        raise InputError(
-            f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library "
-            f"({first_line(error)})"
-        ) from None
 
 
 def _bounded(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Raises ValueError for numbers and rules by which the library counts or copies without end."""
+    """Raises ValueError for ids that no vocabulary needs: each takes memory, used or not."""
     largest = max(model.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= LARGEST_VOCABULARY:
         raise ValueError(f"its token {largest} is above {LARGEST_VOCABULARY - 1}, the most")
-    word = getattr(model.model, "max_input_chars_per_word", 0)  # takes the cube of it in steps
-    if word > _LONGEST_WORD:
-        raise ValueError(f"its max_input_chars_per_word {word} is above {_LONGEST_WORD}, the most")
-    parts = (model.normalizer, model.post_processor, model.decoder)
-    if math.prod(_growth(part) for part in parts if part is not None) > _MOST_GROWTH:
-        raise ValueError(f"its rules may make a text more than {_MOST_GROWTH} times as long")
     return model
 
 
-def _growth(part: Any) -> float:
-    """How many times as long a part of a tokenizer may make a text."""
-    growth = 1.0
-
-    def count(rule: dict[str, Any]) -> dict[str, Any]:
-        nonlocal growth
-        if rule.get("type") == "Replace":
-            length, replaced = len(rule["content"]), len(rule["pattern"].get("String", ""))
-            growth *= max(1, length / replaced) if replaced else 1 + length
-        growth *= 1 + len(rule.get("prepend", ""))
-        growth *= max(1, sum("Sequence" in piece for piece in rule.get("single", ())))
-        return rule
-
-    json.loads(part.__getstate__(), object_hook=count)
-    return growth
-
-
-def _is_fault(error: BaseException) -> bool:
-    """Whether the tokenizers library raised it: for a panic, what is no Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 @contextmanager
-def _faults_told() -> Iterator[None]:
-    """Convert any error of the tokenizers library about a text to InputError."""
+def _told(wrong: str, remedy: str = "") -> Iterator[None]:
+    """Convert any error of a library to InputError, also a panic, which is no Exception."""
     try:
         yield
     except BaseException as error:
-        if not _is_fault(error):
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(
-            f"--tokenizer-model: the tokenizer gives up on a text ({first_line(error)}): repair or "
-            "simplify the rules in its tokenizer.json, or name another"
-        ) from None
+        raise InputError(f"{wrong} ({first_line(error)}){remedy}") from None
+
+
+def _faults_told() -> AbstractContextManager[None]:
+    return _told(
+        "--tokenizer-model: the tokenizer gives up on a text",
+        ": repair or simplify the rules in its tokenizer.json, or name another",
+    )
 
 
 def _fetched(name: str) -> tokenizers.Tokenizer:
@@ -545,29 +492,19 @@ def _converted(folder: Path) -> tokenizers.Tokenizer:
         "transformers", f"--tokenizer-model {folder}, a folder without tokenizer.json,"
     )
     hush_transformers()
-    try:
+    with _told(
+        f"--tokenizer-model {folder} holds no tokenizer that transformers can open without running "
+        "code of the folder's own"
+    ):
         opened = library.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
         return _bounded(opened.backend_tokenizer)
-    except BaseException as error:
-        if not _is_fault(error):
-            raise
-        raise InputError(
-            f"--tokenizer-model {folder} holds no tokenizer that transformers can open without "
-            f"running code of the folder's own ({first_line(error)})"
-        ) from None
 
 
 def hush_transformers() -> None:
     """Let transformers print only errors: our own one-line message is enough."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a library's error message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
@@ -604,81 +541,48 @@ def read_extras(folder: Path) -> Extras:
     Raises InputError, in one line, for a field or a file that is not what it should be.
     """
     file, config = folder / CONFIG_FILE, read_config(folder)
-    tokens: dict[str, SpecialToken] = {}
-    for name in _ONE:
-        if config.get(name) is not None:
-            tokens[name] = _token(file, name, config[name])
-    for name in _SEVERAL:
-        several = config.get(name)
-        if isinstance(several, list):
-            tokens[name] = [_token(file, name, each) for each in several]
-        elif isinstance(several, dict) and name == "extra_special_tokens":
-            tokens[name] = {key: _token(file, name, each) for key, each in several.items()}
-        elif several is not None:
-            raise _wrong(file, name, several, "a list of tokens")
+    tokens = {
+        name: _special(file, name, config[name])
+        for name in _SPECIAL
+        if config.get(name) is not None
+    }
+    template = config.get("chat_template")
+    if (path := folder / "chat_template.jinja").is_file():  # before the field, as in transformers
+        try:
+            template = read_small(path).decode("utf-8")
+        except (OSError, ValueError) as error:
+            reason = first_line(error)
+            raise InputError(f"{path} is damaged ({reason}): fetch it again") from None
+    if not isinstance(template, str | list | None):
+        wrong = shown(template)
+        raise InputError(f"{file}: chat_template is {wrong}: it must be a text, or a list")
+    generation: Any = None
+    if (path := folder / GENERATION_FILE).is_file():
+        generation = read_json(path, ": fetch it again")
+        if not isinstance(generation, dict):
+            raise InputError(f"{path} is not a configuration: it is not a JSON object")
+        if not all(type(each) is int for each in ends_of(generation)):
+            wrong = shown(generation["eos_token_id"])
+            raise InputError(f"{path}: eos_token_id is {wrong}: it must be one or several integers")
     bos = config.get(_BOS)
-    if type(bos) is not int or bos < 0:
-        bos = None
-    return Extras(tokens, _templates(folder, config), _generation(folder / GENERATION_FILE), bos)
+    bos = bos if type(bos) is int and bos >= 0 else None
+    return Extras(tokens, template, generation, bos)
 
 
-def _token(file: Path, name: str, value: Any) -> str:
-    """A token: its text, or an object that has the text as `content`."""
-    text = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(text, str) or not is_text(text):
-        raise _wrong(file, name, value, "a token")
-    return text
-
-
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Those of files instead of those in tokenizer_config.json, as transformers reads them."""
-    main, wrong = folder / "chat_template.jinja", "an object of name and template"
-    files = {_DEFAULT: main} if main.is_file() else {}
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    files |= {path.stem: path for path in more}
-    if files:
-        return {name: _text(path) for name, path in files.items()}
-    value, found = config.get(_TEMPLATE), {}
-    if isinstance(value, str):
-        return {_DEFAULT: value}
-    if not isinstance(value, list | None):
-        raise _wrong(folder / CONFIG_FILE, _TEMPLATE, value, "a text, or a list")
-    for each in value or []:
-        name, text = map(each.get, ("name", "template")) if isinstance(each, dict) else (None, None)
-        if not (isinstance(name, str) and isinstance(text, str)):
-            raise _wrong(folder / CONFIG_FILE, _TEMPLATE, each, wrong)
-        found[name] = text
-    return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_small(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is damaged (not UTF-8 at byte {error.start + 1})") from None
-    except ValueError as error:
-        raise InputError(f"{path} is {error}: fetch it again") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _generation(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    fields = read_json(file, ": fetch it again")
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} is not a configuration: it is not a JSON object")
-    if not all(type(each) is int for each in ends_of(fields)):
-        wrong = fields["eos_token_id"]
-        raise _wrong(file, "eos_token_id", wrong, "an integer, or a list of integers")
-    return fields
+def _special(file: Path, name: str, value: Any) -> Any:
+    """A token, or several. A token is its text, or an object that has the text as `content`."""
+    if isinstance(value, dict) and "content" in value:
+        value = value["content"]
+    if isinstance(value, list) and name.endswith("_special_tokens"):
+        return [_special(file, f"{name}[]", each) for each in value]
+    if isinstance(value, dict) and name == "extra_special_tokens":
+        return {key: _special(file, f"{name}[]", each) for key, each in value.items()}
+    if not isinstance(value, str) or not is_text(value):
+        raise InputError(f"{file}: {name} is {shown(value)}: it must be a token, or several")
+    return value
 
 
 def ends_of(generation: Mapping[str, Any]) -> list[Any]:
     """The ids of the tokens that end a text, by the fields of generation_config.json."""
     ends = generation.get("eos_token_id")
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def _wrong(file: Path, name: str, value: Any, expected: str) -> InputError:
-    return InputError(f"{file}: {name} is {shown(value)}: it must be {expected}")

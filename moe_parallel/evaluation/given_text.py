@@ -58,7 +58,6 @@ def sequences_of(path: Path, tokenizer: Tokenizer, length: int) -> Iterator[list
     another, cut into sequences of `length`; the last may be shorter."""
     ids, begins = [], True
     for piece, ends in pieces_of(path):
-        tokenizer.check(piece)
         ids += tokenizer.beginning if begins else []
         ids += [*tokenizer.tokenize(piece), *([tokenizer.eod] if ends else [])]
         begins = ends

@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
-from moe_parallel.data.datasets import Datasets, Source, build_datasets
-from moe_parallel.data.indexed import tokenize_documents, write_indexed
+from moe_parallel.data.datasets import Source
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.tokenizer import FastTokenizer, NullTokenizer, train_byte_bpe
 
 WORDS = "the expert reads a token, writes 12 tokens; naïve façade 漢字 🙂 \t\n".split(" ")
@@ -22,9 +22,12 @@ def small_bpe(vocab_size: int = 300) -> FastTokenizer:
     return train_byte_bpe([words(400, seed) for seed in range(4)], vocab_size)
 
 
-def write_texts(prefix: Path, texts: list[str], tokenizer: FastTokenizer) -> str:
-    documents = tokenize_documents(texts, tokenizer)
-    write_indexed(prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
+def write_texts(
+    prefix: Path, texts: list[str], tokenizer: FastTokenizer, **origin: tuple[str, ...]
+) -> str:
+    documents = [[*ids, tokenizer.eod] for ids in tokenizer.tokenize_all(texts)]
+    origin_of = {"tokenizer": tokenizer.fingerprint, **origin}
+    write_indexed(prefix, documents, tokenizer.vocab_size, **origin_of)
     return str(prefix)
 
 
@@ -44,15 +47,3 @@ def numbered_sources(folder: Path) -> list[Source]:
         valid_prefix = write_numbers(folder / f"{domain}_valid", valid)
         sources.append(Source(domain, None, train_prefix, valid_prefix, None))
     return sources
-
-
-def numbered_datasets(folder: Path) -> Datasets:
-    """30 training samples of 8 numbers, cached in `folder`/cache."""
-    return build_datasets(
-        numbered_sources(folder),
-        tokenizer=NUMBERS,
-        seq_length=8,
-        train_samples=30,
-        seed=1,
-        cache_folder=folder / "cache",
-    )

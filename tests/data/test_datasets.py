@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import pickle
 import time
 from pathlib import Path
 from unittest import mock
@@ -23,9 +24,10 @@ from moe_parallel.data.datasets import (
 )
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
-from moe_parallel.data.sealed import write_sealed
+from moe_parallel.data.sealed import file_digest, write_sealed
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
+from tests.data.hostile import Payload
 from tests.data.small_text import (
     NUMBERS,
     numbered_sources,
@@ -232,6 +234,7 @@ def test_a_split_may_ask_for_no_validation(tmp_path: Path) -> None:
         cache_folder=tmp_path / "cache",
     )
     assert datasets.valid == {}
+    assert list(held_out_documents(blend_sources([prefix], "1,0,0")[0], NUMBERS)) == []
     assert len(datasets.train) >= 10
 
 
@@ -256,17 +259,27 @@ def test_indices_half_written_are_written_anew(tmp_path: Path) -> None:
     assert torch.equal(stream(build(tmp_path), 30), expected)
 
 
-def labels_read(sources: list[Source], folder: Path) -> list[list[int]]:
-    """Labels of the training stream and of each domain's first held-out sample."""
-    datasets = build_from(sources, folder)
+def labels_read(sources: list[Source], folder: Path) -> tuple[list[list[int]], int]:
+    """Labels of the training stream and of each domain's first held-out sample, and the number of
+    ranges of token ids that this rank found by a scan and wrote, with a delay."""
+    notes = []
+
+    def slowly(path: Path, content: dict[str, object]) -> None:
+        time.sleep(0.2)
+        write_sealed(path, content)
+        notes.append(path)
+
+    with mock.patch("moe_parallel.data.indexed.write_sealed", slowly):
+        datasets = build_from(sources, folder)
     valid = [datasets.valid[domain][0]["labels"].tolist() for domain in ("a", "b")]
-    return [*stream(datasets, 30).tolist(), *valid]
+    return [*stream(datasets, 30).tolist(), *valid], len(notes)
 
 
 def test_ranks_of_a_process_group_see_what_one_process_sees(tmp_path: Path) -> None:
     sources = numbered_sources(tmp_path)
-    alone = labels_read(sources, tmp_path / "alone")
-    assert run_distributed(2, labels_read, sources, tmp_path / "together") == [alone, alone]
+    together = run_distributed(2, labels_read, sources, tmp_path / "together")
+    alone, _ = labels_read(sources, tmp_path / "alone")
+    assert together == [(alone, 4), (alone, 0)], "rank 0 alone scans"
 
 
 @pytest.mark.parametrize(
@@ -328,57 +341,73 @@ def test_data_without_a_manifest_are_taken_with_a_warning(tmp_path: Path) -> Non
     assert len(unknown.warnings) == 1 and "no manifest next to" in unknown.warnings[0]
 
 
-def notes_written(sources: list[Source], folder: Path) -> int:
-    """The number of token-id ranges that this rank found by a scan and wrote, with a delay."""
-    notes = []
-
-    def slowly(path: Path, content: dict[str, object]) -> None:
-        time.sleep(0.2)
-        write_sealed(path, content)
-        notes.append(path)
-
-    with mock.patch("moe_parallel.data.indexed.write_sealed", slowly):
-        build_from(sources, folder)
-    return len(notes)
+def cache_of(folder: Path) -> Path:
+    (found,) = (path for path in (folder / "cache").iterdir() if path.is_dir())
+    return found
 
 
-def test_token_ids_are_scanned_by_rank_0_alone(tmp_path: Path) -> None:
-    sources = numbered_sources(tmp_path)
-    assert run_distributed(2, notes_written, sources, tmp_path) == [4, 0]
+def built_again(folder: Path, expected: torch.Tensor) -> None:
+    """The stream is as expected, with one warning, and then whole."""
+    again = build(folder)
+    assert torch.equal(stream(again, 30), expected)
+    assert len(again.warnings) == 1 and "damaged" in again.warnings[0]
+    assert build(folder).warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied", "/far/x.idx"), r"^/far/x\.idx cannot"),
-        (OSError(errno.ENOSPC, "No space left on device"), r"--data-cache-path .* \(No space left"),
-        (OSError("16 requested and 0 written"), r"--data-cache-path .* \(16 requested and 0"),
-    ],
-)
-def test_a_file_that_fails_while_indices_are_made_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
-) -> None:
-    monkeypatch.setattr(datasets_module, "GPTDataset", mock.Mock(side_effect=error))
-    with pytest.raises(InputError, match=message) as caught:
-        build(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("cache/*/complete.json"))
+def test_indices_that_were_edited_are_built_again(tmp_path: Path) -> None:
+    expected = stream(build(tmp_path), 30)
+    for index in ("document_index", "sample_index", "shuffle_index"):
+        for path in cache_of(tmp_path).glob(f"*{index}.npy"):
+            np.save(path, np.load(path)[::-1])
+        built_again(tmp_path, expected)
+    for content in ("", "[" * 100_000, "{}", "[]"):
+        (cache_of(tmp_path) / "complete.json").write_text(content)
+        built_again(tmp_path, expected)
+    (cache_of(tmp_path) / "more-shuffle_index.npy").write_bytes(b"")
+    built_again(tmp_path, expected)
+    # What a link points to is not deleted.
+    cache = cache_of(tmp_path)
+    moved = cache.rename(tmp_path / "moved")
+    cache.symlink_to(moved)
+    next(moved.glob("*shuffle_index.npy")).write_bytes(b"")
+    built_again(tmp_path, expected)
+    assert len(list(moved.iterdir())) == len(list(cache.iterdir()))
 
 
-def test_an_error_of_another_kind_stays_what_it_is(
+def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path) -> None:
+    expected, marker = stream(build(tmp_path), 30), tmp_path / "marker"
+    objects = tmp_path / "objects.npy"
+    np.save(objects, np.array([Payload(marker)], dtype=object), allow_pickle=True)
+    brackets = b"\x93NUMPY\x01\0" + (3000).to_bytes(2, "little") + b"(" * 2999 + b"\n"
+    for hostile in (pickle.dumps(Payload(marker)), objects.read_bytes(), brackets):
+        for path in cache_of(tmp_path).glob("*sample_index.npy"):
+            path.write_bytes(hostile)
+        # The record agrees with the files, as an attacker would write it.
+        files = {path.name: file_digest(path) for path in cache_of(tmp_path).iterdir()}
+        del files["complete.json"]
+        write_sealed(cache_of(tmp_path) / "complete.json", {"files": files})
+        built_again(tmp_path, expected)
+        assert not marker.exists()
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists(), "the payload works"
+
+
+def test_a_cache_that_cannot_be_written_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = OSError(errno.ENOMEM, "Cannot allocate memory")
-    monkeypatch.setattr(datasets_module, "GPTDataset", mock.Mock(side_effect=error))
-    with pytest.raises(OSError, match="allocate memory") as caught:
-        build(tmp_path)
-    assert caught.value is error
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(InputError, match=r"--data-cache-path \S*cache cannot be written"):
         build(tmp_path)
+    (tmp_path / "cache").unlink()
+    for error, reason in (
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left"),
+        (OSError("16 requested and 0 written"), "16 requested and 0"),
+    ):
+        monkeypatch.setattr(datasets_module, "GPTDataset", mock.Mock(side_effect=error))
+        with pytest.raises(InputError, match=rf"--data-cache-path .* \({reason}") as caught:
+            build(tmp_path)
+        assert "\n" not in str(caught.value)
+        assert not list(tmp_path.glob("cache/*/complete.json"))
 
 
 SPLIT = "969,30,1"
@@ -397,15 +426,8 @@ def test_megatrons_blend_syntax() -> None:
     assert blend("0.3", "a/web", "7e-1", "code") == [("web", 0.3, "a/web"), ("code", 0.7, "code")]
     assert blend("1", "a") == [("a", 1.0, "a")]
     assert blend("30") == [("30", None, "30")]
-
-
-def test_domains_of_one_name_are_told_apart() -> None:
-    assert [name for name, _, _ in blend("a/text", "b/text", "text_2", "c/text")] == [
-        "text",
-        "text_2",
-        "text_2_2",
-        "text_3",
-    ]
+    names = [name for name, _, _ in blend("a/text", "b/text", "text_2", "c/text")]
+    assert names == ["text", "text_2", "text_2_2", "text_3"]
 
 
 @pytest.mark.parametrize(
@@ -465,12 +487,6 @@ def test_the_validation_part_of_a_file(tmp_path: Path, split: str) -> None:
     documents = held_out_documents(sources[0], tokenizer)
     assert [tokenizer.detokenize(each) for each in documents] == expected
     assert len(expected) > 1
-
-
-def test_no_validation(tmp_path: Path) -> None:
-    write_numbers(tmp_path / "a", [5, 5])
-    (source,) = blend_sources([str(tmp_path / "a")], "1,0,0")
-    assert list(held_out_documents(source, NUMBERS)) == []
 
 
 def test_files_are_checked_as_training_checks_them(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Files from elsewhere would run code, or have no end, if they were trusted: one line is printed.
 
-The files of a cache, which can be rebuilt, are in test_index_cache.py and
-test_similarity.py; folders with code for transformers are in test_tokenizer.py and
-test_embedding.py.
+The files of a cache, which can be rebuilt, are in test_datasets.py; folders with code for
+transformers are in test_tokenizer.py and test_similarity.py.
 """
 
 import os
@@ -20,8 +19,6 @@ from moe_parallel.data.tokenizer import build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from tests.data.hostile import Payload
 from tests.data.small_text import small_bpe, words, write_texts
-from tools.inspect_data import main as inspect_data
-from tools.order_by_similarity import main as order_by_similarity
 from tools.preprocess_data import main as preprocess_data
 
 
@@ -60,11 +57,6 @@ def reading_data(folder: Path) -> object:
     return check_indexed(str(folder / "data"), 300)
 
 
-def ordering(folder: Path) -> object:
-    line = ["--data-path", folder / "data", "--output-prefix", folder / "out", "--seq-length", 8]
-    return order_by_similarity([str(word) for word in line])
-
-
 def preprocessing(folder: Path) -> object:
     line = ["--input", folder / "in.jsonl", "--output-prefix", folder / "out"]
     line += ["--tokenizer-model", folder / "tokenizer"]
@@ -75,10 +67,6 @@ def preprocessing_packed(folder: Path) -> object:
     line = ["--input", folder / "packed", "--output-prefix", folder / "out"]
     line += ["--tokenizer-model", folder / "tokenizer"]
     return preprocess_data([str(word) for word in line])
-
-
-def inspecting(folder: Path) -> object:
-    return inspect_data([str(folder / "data")])
 
 
 def opening(folder: Path) -> object:
@@ -98,13 +86,10 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("data.idx", reading_data),
     ("data.bin", reading_data),
     ("data.manifest.json", reading_data),
-    ("data.idx", ordering),
-    ("data.manifest.json", ordering),
     ("in.jsonl", preprocessing),
     ("packed/in.jsonl.gz", preprocessing_packed),
     ("packed/in.jsonl.zst", preprocessing_packed),
     ("packed/in.parquet", preprocessing_packed),
-    ("data.idx", inspecting),
     ("tokenizer/tokenizer.json", preprocessing),
     ("tokenizer/tokenizer.json", opening),
     ("tokenizer/tokenizer_config.json", opening),

@@ -8,24 +8,15 @@ import numpy
 Array = Any  # numpy arrays of any shape
 
 
-def tf_idf_cosines(documents: list[list[int]], orders: int) -> Array:
-    """[N, N]: cosines of (1 + ln count) * ln((1 + N) / df) over n-grams of 1 to `orders` tokens."""
-    counts = []
-    for ids in documents:
-        count: dict[tuple[int, ...], int] = {}
-        for n in range(1, orders + 1):
-            for i in range(len(ids) - n + 1):
-                gram = tuple(ids[i : i + n])
-                count[gram] = count.get(gram, 0) + 1
-        counts.append(count)
-    grams = sorted({gram for count in counts for gram in count})
-    table = numpy.zeros((len(documents), len(grams)))
-    for j, gram in enumerate(grams):
-        holding = sum(gram in count for count in counts)
-        for i, count in enumerate(counts):
-            if gram in count:
-                weight = 1 + math.log(count[gram])
-                table[i, j] = weight * math.log((1 + len(documents)) / holding)
+def tf_idf_cosines(documents: list[list[int]]) -> Array:
+    """[N, N]: cosines of (1 + ln count) * ln((1 + N) / df) over tokens."""
+    table = numpy.zeros((len(documents), 1 + max(map(max, documents))))
+    for token in range(table.shape[1]):
+        holding = sum(token in ids for ids in documents)
+        for i, ids in enumerate(documents):
+            if token in ids:
+                weight = 1 + math.log(ids.count(token))
+                table[i, token] = weight * math.log((1 + len(documents)) / holding)
     return cosines(table)
 
 

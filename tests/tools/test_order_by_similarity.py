@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_parallel.data.embedding import Documents, HashedTfIdf
-from moe_parallel.data.indexed import SourceFile, read_manifest, write_indexed
+from moe_parallel.data.indexed import read_manifest, write_indexed
+from moe_parallel.data.similarity import Documents
 from tests.data.small_text import small_bpe
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
@@ -21,7 +21,7 @@ from tools.order_by_similarity import main
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 500
 S = 32
-SOURCES = (SourceFile("kinds.jsonl", 9, "abc"),)
+SOURCES = ("kinds.jsonl",)
 
 
 def kinds_of_text(folder: Path, documents: int = 200, length: int = 30) -> Path:
@@ -69,6 +69,20 @@ def test_instances_hold_similar_documents(
     restarts, cosine_after, *cosines_before = map(float, printed.groups())
     assert restarts < 60
     assert cosine_after > 3 * max(cosines_before)
+    manifest = read_manifest(output)
+    assert manifest is not None
+    assert (manifest.sources, manifest.seq_length) == (SOURCES, S)
+    # The same again, unless the seed is another.
+    assert order(data, tmp_path / "again") == 0
+    assert order(data, tmp_path / "other", "--seed", 1) == 0
+    for suffix in (".bin", ".idx"):
+        assert (
+            Path(f"{tmp_path}/again{suffix}").read_bytes() == Path(f"{output}{suffix}").read_bytes()
+        )
+    assert not np.array_equal(instances(output), instances(tmp_path / "other"))
+    capsys.readouterr()
+    assert order(data, output) == 2
+    assert re.fullmatch(r"error: \S*out\.bin exists: .*--overwrite\n", capsys.readouterr().err)
 
 
 def instances_of_random_order(data: Path) -> np.ndarray:
@@ -85,51 +99,15 @@ def test_every_document_but_the_copy_is_there_once(tmp_path: Path) -> None:
     expected = [Documents(str(data))[i].tolist() for i in range(200)]
     expected.remove(expected[3])
     assert sorted(found) == sorted(expected)
-    assert order(data, output, "--keep-duplicates", "--overwrite") == 0
+    assert order(data, output, "--duplicate-threshold", 2, "--overwrite") == 0
     assert instances(output).size == 200 * 31 // S * S
-
-
-def test_the_sources_stay_known(tmp_path: Path) -> None:
-    assert order(kinds_of_text(tmp_path), tmp_path / "out") == 0
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
-    assert (manifest.sources, manifest.domains, manifest.seq_length) == (SOURCES, None, S)
-
-
-def test_the_same_again_whatever_is_held_in_memory(tmp_path: Path) -> None:
-    data = kinds_of_text(tmp_path)
-    assert order(data, tmp_path / "whole") == 0
-    assert order(data, tmp_path / "shards", "--shard-size", 33) == 0
-    assert order(data, tmp_path / "other", "--seed", 1) == 0
-    for suffix in (".bin", ".idx"):
-        whole = Path(f"{tmp_path}/whole{suffix}").read_bytes()
-        assert Path(f"{tmp_path}/shards{suffix}").read_bytes() == whole
-    assert not np.array_equal(instances(tmp_path / "whole"), instances(tmp_path / "other"))
-
-
-def test_finished_work_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, work = kinds_of_text(tmp_path), ("--work-folder", tmp_path / "work")
-    assert order(data, tmp_path / "first", *work) == 0
-
-    def again(*of: object) -> None:
-        raise AssertionError("embedded again")
-
-    monkeypatch.setattr(HashedTfIdf, "embed", again)
-    assert order(data, tmp_path / "second", *work) == 0
-    assert np.array_equal(instances(tmp_path / "first"), instances(tmp_path / "second"))
-    with pytest.raises(AssertionError, match="embedded again"):
-        order(data, tmp_path / "third", *work, "--embedding-size", 64)
-    write_indexed(data, [[i % 3, EOD] for i in range(400)], EOD + 1)  # different text, same name
-    with pytest.raises(AssertionError, match="embedded again"):
-        order(data, tmp_path / "third", *work)
 
 
 @pytest.mark.parametrize(
     "stage",
     [
-        "moe_parallel.data.embedding.HashedTfIdf.embed",
-        "moe_parallel.data.similarity.greedy_order",
-        "moe_parallel.data.similarity.Instances.__getitem__",
+        "moe_parallel.data.similarity.tf_idf",
+        "moe_parallel.data.similarity.Documents.__getitem__",
     ],
 )
 def test_an_interruption_leaves_what_was_there(
@@ -162,14 +140,12 @@ def test_an_interruption_leaves_what_was_there(
         (["--seq-length", 10**6], r"--seq-length 1000000 is longer than the text.*6169 tokens"),
         (["--neighbors", 0], "--neighbors is 0: it must be at least 1"),
         (["--neighbors", "few"], "--neighbors: invalid int value: 'few'; --help lists all"),
-        (["--shard-size", -1], "--shard-size is -1: it must be at least 1"),
         (["--probes", 0], "--probes is 0: it must be at least 1"),
-        (["--ngram", 0], "--ngram is 0: it must be at least 1"),
         (["--embedding-size", 0], "--embedding-size is 0: it must be at least 1"),
         (["--seed", -1], "--seed is -1: it must be at least 0"),
         (["--instances-per-document", 0], "--instances-per-document is 0: it must be at least 1"),
         (["--instances-per-document", 2**30], "more tokens than a document can hold"),
-        (["--duplicate-threshold", 0], r"--duplicate-threshold 0.0 must be above 0 and at most 1"),
+        (["--duplicate-threshold", 0], r"--duplicate-threshold 0.0 must be above 0 \(2, which no"),
         (["--duplicate-threshold", "nan"], r"--duplicate-threshold nan must be above 0"),
         (["--eod-id", -3], "--eod-id -3 is not a token id"),
         (["--data-path", "no/such"], r"--data-path no/such: no/such.idx is missing"),
@@ -220,16 +196,6 @@ def test_files_that_cannot_be_used(
     assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
 
 
-def test_what_is_there_is_not_overwritten_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, output = kinds_of_text(tmp_path), tmp_path / "out"
-    assert order(data, output) == 0
-    capsys.readouterr()
-    assert order(data, output) == 2
-    assert re.fullmatch(r"error: \S*out\.bin exists: .*--overwrite\n", capsys.readouterr().err)
-
-
 def test_an_encoder_is_not_given_the_words_of_another_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,14 +203,6 @@ def test_an_encoder_is_not_given_the_words_of_another_tokenizer(
     more = ["--encoder", "any", "--tokenizer-type", "NullTokenizer", "--vocab-size", 900]
     assert order(data, tmp_path / "out", *more) == 2
     assert "is not the tokenizer that wrote" in capsys.readouterr().err
-
-
-def test_without_faiss_it_says_so_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    assert order(kinds_of_text(tmp_path), tmp_path / "out") == 2
-    assert capsys.readouterr().err.endswith(": pip install faiss-cpu\n")
 
 
 @pytest.mark.full
