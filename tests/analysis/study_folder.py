@@ -28,10 +28,8 @@ ATTEMPT: dict[str, Any] = {
     "started": "2026-01-02T03:04:05+00:00",
     "machine": "a processor, 2 cores, 8 GiB",
     "software": {"Python": "3.11.1", "torch": "2.0"},
-    "load_average": 0.25,
     "seconds": 60.0,
     "exit_code": 0,
-    "other_cores": 0.03,
 }
 TOKENS = 4 * 32  # per iteration
 

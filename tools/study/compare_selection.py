@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace) -> int:
         if stages == STAGES and options.part is None and any(map(manifest.is_finished, compared)):
             count_active(manifest, folder)
             print(f"report: {write_study_report(folder)}")
-    undecided = schedule.undecided()
+    undecided = list(schedule.unknown())
     for cell in failed:
         print(f"failed: {cell.label}; see {cell.output}", file=sys.stderr)
     for name in undecided:

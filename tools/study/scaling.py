@@ -77,12 +77,6 @@ def main(arguments: list[str]) -> int:
         help=f"also plan each cell, on {', '.join(NODES)} or on the node that a JSON file "
         "describes",
     )
-    report.add_argument(
-        "--over",
-        metavar="FLAG",
-        help="horizontal axis: nodes, or a flag of --vary (default: nodes if their number "
-        "varies, otherwise the first flag with several values)",
-    )
     words = ["python", "tools/study/scaling.py", *arguments]
     return tool.run(
         arguments, lambda own: _run(own) if own.command == "run" else _report(own, words)
@@ -103,7 +97,7 @@ def _run(own: Namespace) -> int:
         if reason is not None:
             print(f"{cell.name}: not feasible: {reason}")
             continue
-        folder = CellFolder.of(study, cell)
+        folder = CellFolder(study / cell.name, cell)
         folder.write()
         state = folder.state(queued)
         if state in (FINISHED, QUEUED):
@@ -176,10 +170,9 @@ def _report(own: Namespace, words: list[str]) -> None:
         if not each.is_finished:
             print(f"not finished: {each.cell.name}: {each.last_line}")
     cluster = None if own.node is None else one_node(own.node)
-    rows = rows_of(folders, own.warm_up, cluster, own.over)
-    for row in rows if cluster is not None else []:
-        if row.no_plan is not None:
-            print(f"no plan: {row.cell.name}: {row.no_plan}")
+    rows, reasons = rows_of(folders, own.warm_up, cluster)
+    for name, reason in reasons.items():
+        print(f"no plan: {name}: {reason}")
     for file in write_scaling_report(rows, own.study, words):
         print(file)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 from argparse import Namespace
@@ -62,11 +61,7 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[s
         for name in contenders
     }
     design.check_seeds(max(seeds.values(), key=len))
-    its_text = next(iter(contenders.values())).config.data.data_path
-    python = platform.python_version() if its_text is None else None
-    manifest = StudyManifest(
-        contenders, seeds, options.nproc, options.threads, {}, design, python=python
-    )
+    manifest = StudyManifest(contenders, seeds, options.nproc, options.threads, {}, design)
     earlier = folder.manifest()
     if earlier is not None:
         manifest = manifest.joined_to(earlier, file)
@@ -96,7 +91,7 @@ def _fit(manifest: StudyManifest, processes: int) -> None:
 def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
     """Print the table of parameters. Raises InputError if the comparison is not fair."""
     print(parameter_table(manifest.parameters))
-    if not manifest.design.terms.equal_totals:
+    if manifest.design.terms.fits == "width":
         return
     totals = {
         name: counts["total"]

@@ -27,23 +27,15 @@ def test_a_variant_has_a_name_and_options_of_its_own():
     chosen = choose(
         ["topk", "switch=topk"],
         ["switch:moe-router-topk=1", "switch:lr=1e-3"],
-        **{"switch:moe_aux_loss_coeff": 0.1},
+        **{"switch:moe_aux_loss_coeff": 0.1, "switch:lr": 0.5, "aoe:lr": 0.5},
     )
+    assert list(chosen) == ["topk", "switch"]  # aoe is not asked for
     switch = chosen["switch"]
     assert switch.system == "topk"
     assert switch.config.selection == TopKSelection(moe_router_topk=1, moe_aux_loss_coeff=0.1)
     assert switch.config.optimizer.lr == 1e-3
     assert switch.overrides == {"moe_router_topk": "1", "lr": "1e-3"}
     assert chosen["topk"].config.selection == TopKSelection()
-
-
-def test_a_flag_wins_over_the_file():
-    chosen = choose(["topk"], ["topk:lr=1e-3"], **{"topk:lr": 0.5})
-    assert chosen["topk"].config.optimizer.lr == 1e-3
-
-
-def test_what_the_file_says_of_contenders_that_are_not_asked_for_is_left_alone():
-    assert list(choose(["topk"], **{"aoe:lr": 0.5})) == ["topk"]
 
 
 def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():

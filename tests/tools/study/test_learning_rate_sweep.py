@@ -162,20 +162,6 @@ def test_a_signal_stops_all_jobs(tool, tmp_path, capsys):
     assert "failed" not in capsys.readouterr().err
 
 
-def test_equal_time_is_fitted_by_the_speed_of_the_pilot_runs(tool, tmp_path):
-    """aoe trains at 80 tokens/s and topk at 100, so it gets .8 of 40 iterations."""
-
-    def slower(cell: Cell, stop: Any) -> int:
-        return write(cell, evaluation(4.0, 80.0 if cell.contender == "aoe" else 100.0))
-
-    runs = FakeRuns(slower)
-    assert compare(tool, tmp_path, runs, "--equal", "time", **OPTIONS, lr_warmup_iters=10) == 0
-    steps = {(name, seed): c.training.train_iters for (name, seed), c in
-             zip(runs.ran, runs.configs, strict=True)}  # fmt: skip
-    assert (steps["topk", 7], steps["aoe", 7], steps["aoe", 99]) == (40, 32, 40)
-    assert runs.configs[-1].optimizer.lr_warmup_iters == 8
-
-
 def test_equal_flops_are_fitted_before_training(tool, tmp_path, monkeypatch, capsys):
     import study_plan
 
@@ -216,19 +202,11 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
     assert compare(tool, tmp_path, seen, *line, **OPTIONS) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "total"),
-    [
-        ("selections.yaml", 509_248),
-        ("selections_short.yaml", 312_640),
-        ("selections_options.yaml", 312_640),
-    ],
-)
-def test_a_planned_study_is_valid_and_sees_eight_tokens_a_parameter(tool, name, total):
+def test_the_study_that_was_run_is_valid_and_sees_eight_tokens_a_parameter(tool):
     """Parameters of topk: the embedding; per layer two norms, attention, router and experts."""
     import study_plan
 
-    raw = read_yaml(ROOT / "examples" / "studies" / name)
+    raw = read_yaml(ROOT / "examples" / "studies" / "selections_short.yaml")
     design = StudyDesign.from_raw(raw.pop("study"))
     chosen = choose_contenders(design.selections, SharedFile.from_raw(raw), {})
     for contender in chosen:
@@ -237,6 +215,6 @@ def test_a_planned_study_is_valid_and_sees_eight_tokens_a_parameter(tool, name, 
     d, config = 64, chosen[0].config
     experts = config.num_experts * 3 * d * config.expert_width
     layer = 2 * d + d * (d + 2 * d // 2) + d * d + config.num_experts * d + experts
-    assert config.data.vocab_size * d + 2 * layer + d == total
+    assert config.data.vocab_size * d + 2 * layer + d == 312_640
     tokens = config.training.train_iters * 16 * 256
-    assert 8 * total <= tokens < 8.05 * total
+    assert 8 * 312_640 <= tokens < 8.05 * 312_640
