@@ -31,9 +31,6 @@ def test_a_page_about_everything(tmp_path, capsys):
     starts = [{"command": "python a.py", "ranks": 1}, {"command": "python b.py", "ranks": 2}]
     run = run_folder(tmp_path / "run", starts=starts)
     old = run_folder(tmp_path / "old <b>", options={"expert-selection": "topk"})
-    checkpoint = old / "iter_0000300"
-    checkpoint.mkdir()
-    (checkpoint / "checkpoint.json").write_text(json.dumps({"versions": {"torch": "2.0"}}))
     sources = [run, old, scaling_folder(tmp_path / "s"), plan_file(tmp_path / "p.json")]
     output = tmp_path / "new" / "page.html"
     assert main([*map(str, sources), "--output", str(output)]) == 0
@@ -44,14 +41,19 @@ def test_a_page_about_everything(tmp_path, capsys):
     one, other = data["runs"]
     assert (one["name"], one["facts"]["system"]) == ("run", "aoe")
     assert [start["command"] for start in one["starts"]] == ["python a.py", "python b.py"]
-    assert one["again"] is None and other["starts"] == []
-    assert other["again"] == (
-        f"python pretrain_gpt_moe.py --config '{old}/config.yaml' --save '{old}-again'"
-    )
-    assert other["versions"] == {"torch": "2.0"}
+    assert other["starts"] == []
     assert one["options"]["train-iters"] == "300"
     assert data["command"].startswith("python tools/report.py ")
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
+
+
+def test_the_page_of_one_folder_is_in_it(tmp_path, capsys, monkeypatch):
+    run, plan = run_folder(tmp_path / "run"), plan_file(tmp_path / "p.json")
+    monkeypatch.chdir(tmp_path)
+    for sources, place in [([run], "run/report.html"), ([run, plan], "report.html")]:
+        assert main([*map(str, sources)]) == 0
+        assert (tmp_path / place).is_file() and f"{place} (0." in capsys.readouterr().out
+        (tmp_path / place).unlink()
 
 
 @pytest.mark.parametrize(
@@ -81,8 +83,6 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, write, message):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     run = run_folder(folder / "run", starts=[{"ranks": 1}])
-    (run / "iter_0000300").mkdir()
-    (run / "iter_0000300" / "checkpoint.json").write_text('{"versions": {"n": 1}}')
     analysis_folder(run / "analysis")
     study = make_study(folder / "study", ["topk"])
     write_cell(study.cell("topk", 1), plausible_records("fixed", 1, logged=4))
@@ -99,7 +99,7 @@ def whole(tmp_path_factory):
     "name",
     [
         "run/metrics.jsonl", "run/config.yaml", "run/starts.jsonl", "scaling/scaling.csv",
-        "run/iter_0000300/checkpoint.json", "run/analysis/analysis.json", "study/study.json",
+        "run/analysis/analysis.json", "study/study.json",
         "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl", "plan/p.json",
     ],
 )  # fmt: skip

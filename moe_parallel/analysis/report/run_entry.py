@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, last_t
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
-from moe_parallel.reading import parse_json, read_lines, read_small
+from moe_parallel.reading import parse_json, read_lines
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, loss_names, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
@@ -61,7 +60,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")
-    options, starts = _options(folder), _starts(folder)
+    options = _options(folder)
     try:
         measured = _measured(RunHistory.from_records(records), options)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -77,9 +76,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
         **measured,
         "options": words,
         "text": text_entry(folder / ANALYSIS) if (folder / ANALYSIS).is_dir() else None,
-        "starts": starts,
-        "again": None if starts else _command(folder),
-        "versions": starts[-1].get("versions") if starts else _versions_of_checkpoint(folder),
+        "starts": _starts(folder),
     }
 
 
@@ -113,7 +110,7 @@ def _options(folder: Path) -> RunOptions:
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
-    """The lines of starts.jsonl that can be read; [] for a run of an earlier version."""
+    """The lines of starts.jsonl that can be read."""
     path = folder / STARTS
     found = []
     for line in read_lines(path) if path.is_file() else ():
@@ -124,24 +121,6 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
         if isinstance(start, dict):
             found.append(start)
     return found
-
-
-def _command(folder: Path) -> str | None:
-    """A command that repeats a run which did not record its own."""
-    config = folder / CONFIG
-    words = ["python", "pretrain_gpt_moe.py", "--config", str(config), "--save", f"{folder}-again"]
-    return shlex.join(words) if config.is_file() else None
-
-
-def _versions_of_checkpoint(folder: Path) -> dict[str, Any] | None:
-    for path in sorted(folder.glob("iter_*/checkpoint.json"), reverse=True):
-        try:
-            versions = parse_json(read_small(path)).get("versions")
-        except (ValueError, OSError, AttributeError):
-            continue
-        if isinstance(versions, dict):
-            return versions
-    return None
 
 
 def curves_of(history: RunHistory) -> Curves:

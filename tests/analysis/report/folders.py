@@ -7,7 +7,6 @@ from typing import Any
 from moe_parallel.analysis.routing import (
     AnalysisTotals,
     View,
-    Vocabulary,
     specialization,
     tables_of,
     write_facts,
@@ -16,7 +15,8 @@ from moe_parallel.analysis.routing import (
 from tests.analysis.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
 
-CELLS = """nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,own_seconds,\
+CELLS = """\
+nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,compute_seconds,\
 dispatch_seconds,pipeline_seconds,reduce_seconds,rest_seconds,planned_tokens_per_second,plan_error,\
 axis
 1,8,all,32,1000.0,1.0,1.3,1.2,0.0,0.0,0.1,0.0,,,nodes
@@ -80,7 +80,7 @@ def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
     path.mkdir()
     tokens = 30 if layers < 10 else 600
     numbers = list(range(1, layers + 1))
-    totals = AnalysisTotals(numbers, experts, Vocabulary(["<i>"] * 7))
+    totals = AnalysisTotals(numbers, experts, ["<i>"] * 7)
     view = View(tokens)
     for favorite, text in enumerate(("code", "prose")):
         selections = random_selections(

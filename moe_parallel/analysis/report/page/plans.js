@@ -1,6 +1,6 @@
 // Scaling studies and the planner.
 
-const PHASES = ["compute", "data", "dispatch", "pipeline", "reduce", "rest", "save", "between", "own"]; // own: of older versions
+const PHASES = ["compute", "data", "dispatch", "pipeline", "reduce", "rest", "save", "between"];
 
 function scalingSection(studies) {
   if (!studies.length) return null;
