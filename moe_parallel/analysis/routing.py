@@ -256,7 +256,7 @@ def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[s
         },
         "vocabulary": {
             "token": items,
-            "text": [totals.pieces_V[item] for item in items],
+            "text": [totals.pieces_V[item] for item in items.tolist()],
             "occurrences": totals.tokens_V[items],
             "experts_per_token": means,
         },

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]
@@ -37,9 +36,6 @@ QUANTITIES: dict[str, Callable[[list[float]], float]] = {
     "host_load": max,  # runnable processes, mean of a minute
     "gpu_percent": fmean,  # share of the time in which a kernel ran
     "gpu_memory_bytes": max,  # in use, of all processes
-    "gpu_clock_mhz": min,  # of the multiprocessors
-    "gpu_memory_clock_mhz": min,
-    "gpu_celsius": max,
     "gpu_watts": sum,
     **{f"gpu_slowed_{reason}": max for reason in SLOWDOWNS.values()},  # share of readings
 }
@@ -92,20 +88,15 @@ class GpuGauge:
 
     def read(self) -> Reading:
         nvml, gpu, reading = self._nvml, self._gpu, Reading()
-
-        def add(name: str, query: Callable[..., Any], *words: int, unit: float = 1) -> None:
+        queries: dict[str, Callable[[], Any]] = {
+            "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "gpu_memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            "gpu_watts": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,  # milliwatts
+            ENERGY: lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,  # millijoules
+        }
+        for name, query in queries.items():
             with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
-                reading[name] = query(gpu, *words) * unit
-
-        with contextlib.suppress(nvml.NVMLError):
-            reading["gpu_percent"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-        with contextlib.suppress(nvml.NVMLError):
-            reading["gpu_memory_bytes"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used
-        add("gpu_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
-        add("gpu_memory_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM)
-        add("gpu_celsius", nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
-        add("gpu_watts", nvml.nvmlDeviceGetPowerUsage, unit=1e-3)  # milliwatts
-        add(ENERGY, nvml.nvmlDeviceGetTotalEnergyConsumption, unit=1e-3)  # millijoules
+                reading[name] = query()
         with contextlib.suppress(nvml.NVMLError):
             reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
             for bit, reason in SLOWDOWNS.items():
@@ -122,8 +113,7 @@ class Monitor:
         self._seconds = seconds
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._sums: Reading = {}
-        self._counts: dict[str, int] = {}
+        self._readings: dict[str, list[float]] = {}
         # The counter of energy in joules with its time, at the first and at the latest reading.
         self._energy: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._watch, name="machine-monitor", daemon=True)
@@ -133,12 +123,7 @@ class Monitor:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._closing.set()
         if self._gauges and kind is None:  # a failed run leaves at once
             self._thread.join()
@@ -151,8 +136,7 @@ class Monitor:
                 if name == ENERGY:
                     self._energy = [*self._energy[:1], (time.monotonic(), value)]
                 else:
-                    self._sums[name] = self._sums.get(name, 0.0) + value
-                    self._counts[name] = self._counts.get(name, 0) + 1
+                    self._readings.setdefault(name, []).append(value)
 
     def take(self) -> Reading:
         """The mean of each quantity over the readings since the last call; {} without a reading.
@@ -160,8 +144,8 @@ class Monitor:
         Where there is a counter of energy, gpu_watts is its change over the time between.
         """
         with self._lock:
-            means = {name: total / self._counts[name] for name, total in self._sums.items()}
-            self._sums, self._counts = {}, {}
+            means = {name: fmean(values) for name, values in self._readings.items()}
+            self._readings = {}
             energy, self._energy = self._energy, self._energy[-1:]
         if len(energy) == 2:
             (begin, before), (end, after) = energy

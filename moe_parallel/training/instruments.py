@@ -21,7 +21,6 @@ from moe_parallel.config import Config
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.model.flops import token_flops
-from moe_parallel.parallel import all_gather_single
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.monitor import Gauge, GpuGauge, HostGauge, Monitor, over_ranks
 from moe_parallel.telemetry.progress import Progress
@@ -121,10 +120,9 @@ def peak_tflops(bf16: bool) -> float | None:
 class GatheredTimes:
     """The times of all ranks over the steps of a log line, with one collective a line."""
 
-    def __init__(self, progress: Progress, stage: int, device: torch.device) -> None:
+    def __init__(self, progress: Progress, stage: int) -> None:
         """`stage`: of this rank in the pipeline. Collective."""
         self._progress = progress
-        self._device = device
         self._members = exchange(Member(socket.gethostname(), stage))
         self._news = News()
 
@@ -134,13 +132,7 @@ class GatheredTimes:
         Collective. The result is the same on every rank, except the line.
         """
         steps, rows = self._progress.take()
-        mine = torch.tensor(
-            RankTimes.of(steps, rows).numbers(), dtype=torch.float64, device=self._device
-        )
-        gathered = mine.new_empty(dist.get_world_size(), len(mine))
-        all_gather_single(gathered.flatten(), mine)
-        ranks = [RankTimes.from_numbers(numbers) for numbers in gathered.tolist()]
-        found = summary(ranks, self._members)
+        found = summary(exchange(RankTimes.of(steps, rows)), self._members)
         return found, self._news.of(found["slowest"], len(steps), time.monotonic())
 
 

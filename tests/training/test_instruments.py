@@ -238,7 +238,6 @@ def test_only_the_load_is_the_same_in_every_run(slow_host):
         for first in (0, 2)
     ]
     assert record["rank_load"]["overload"] == max(loads)
-    assert record["rank_load"]["p50"] == sorted(loads)[1]
 
 
 STEPS = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
