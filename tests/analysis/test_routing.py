@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from pyarrow.parquet import ParquetFile
 
 from moe_parallel.analysis import routing as files
 from moe_parallel.analysis.routing import (
@@ -192,6 +193,9 @@ def test_selections_are_rows(tmp_path, monkeypatch, rows_of_a_group):
     with SelectionsFile(tmp_path) as file:
         for part in ROWS:
             file.add(part)
+    # Of each part, so that memory does not grow with the text; and small parts together.
+    groups = ParquetFile(tmp_path / "selections.parquet").num_row_groups
+    assert groups == (len(ROWS) if rows_of_a_group == 1 else 1)
     table = read_table(tmp_path, "selections")
     rows = list(zip(*table.values(), strict=True))
     expected = []

@@ -148,11 +148,6 @@ def test_the_last_line_after_ctrl_c_is_the_message(tmp_path):
     assert stopped.startswith("stopped by a signal after iteration")
 
 
-def test_plain_is_chosen_for_what_is_not_a_terminal(tmp_path):
-    with (tmp_path / "log").open("w") as file:
-        assert isinstance(open_console(10, stream=file), PlainConsole)
-
-
 def test_the_share_of_the_peak_and_the_power_where_they_are_known(capsys):
     console = PlainConsole(40, 0, sys.stdout)
     for machine in ({"mfu": 0.4117, "gpu_watts": 5590.2}, {"tflops_per_device": 1.5}):
@@ -166,17 +161,12 @@ def test_a_loss_that_is_not_a_number(capsys):
     open_console(100).log(
         example_record(5, lm_loss=float("nan"), grad_norm=None, validation={"code": {"loss": None}})
     )
+    open_console(100).log({"iteration": 0, "validation": VALIDATION})  # without a training loss
     printed = capsys.readouterr().out
+    assert "iteration   0/100 | validation | code 3.5000" in printed
     assert "loss nan" in printed and "grad norm nan" in printed and "code nan" in printed
 
 
-def test_an_evaluation_without_a_training_loss(capsys):
-    open_console(100).log({"iteration": 0, "validation": VALIDATION})
-    assert capsys.readouterr().out.startswith("iteration   0/100 | validation | code 3.5000")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")]
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_duration():
+    for seconds, text in [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")]:
+        assert duration(seconds) == text

@@ -48,13 +48,6 @@ def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_resuming_keeps_the_record_of_the_checkpoint_and_values(tmp_path):
-    write(tmp_path, [10, 20])
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    write(tmp_path, [], resumed_from=20)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_new_run_moves_the_metrics_of_another_aside(tmp_path):
     write(tmp_path, [0, 10])
     write(tmp_path, [0, 5])
@@ -65,16 +58,12 @@ def test_a_new_run_moves_the_metrics_of_another_aside(tmp_path):
 def test_a_torn_last_line_is_skipped_and_then_repaired(tmp_path):
     write(tmp_path, [10, 20])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 30, "lm_lo')
+        file.write('{"iteration": 30, "prosé')
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])  # within a character
     assert iterations_in(tmp_path) == [10, 20]
     write(tmp_path, [30], resumed_from=25)
     assert iterations_in(tmp_path) == [10, 20, 30]
-
-
-def test_a_line_torn_inside_a_character_is_skipped(tmp_path):
-    torn = '{"iteration": 2, "validation": {"prosé'.encode()[:-1]
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"iteration": 1}\n' + torn)
-    assert iterations_in(tmp_path) == [1]
 
 
 def test_a_line_that_lacks_only_its_end_is_kept(tmp_path):
@@ -128,7 +117,6 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
     [
         ('{"iteration": 1}\nnonsense\n{"iteration": 2}\n', "line 2 is damaged"),
         ('{"iteration": 1}\n[1, 2]\n', "line 2 has no `iteration`"),
-        ('{"loss": 1}\n', "line 1 has no `iteration`"),
         ('{"iteration": [1]}\n', "line 1 has no `iteration`"),
         ("[" * 5_000 + "\n", r"line 1 is damaged \(nested too deeply\): delete that line"),
         ('{"iteration": 1, "lm_loss": 1e400}\n', "line 1 is damaged"),
@@ -139,26 +127,12 @@ def test_what_is_not_a_metrics_file(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_metrics(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"metrics\.jsonl: No such file"):
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_metrics(tmp_path / "none" / "metrics.jsonl")
 
 
 def entry(number: int) -> bytes:
     return (f"{number:03d}" * 100 + "\n").encode()
-
-
-def test_entries_are_in_the_file_when_append_returns(tmp_path):
-    path = tmp_path / "journal"
-    path.write_bytes(entry(0))
-    journal = Journal(path)
-    for number in (1, 2):
-        journal.append(entry(number))
-        assert path.read_bytes() == b"".join(map(entry, range(number + 1)))
-    journal.sync()
-    journal.close()
 
 
 def _beyond_the_limit(path):
