@@ -2,10 +2,10 @@
 
     python tools/report.py RUN ... [--output FILE] [--title TEXT]
 
-RUN is the folder of a run (--save of the training), a study (all its runs), a scaling study after
-`scaling.py report`, or a file with the output of `plan.py --json`. What tools/analyze.py has found
-on a text is read from the run's folder. The page of one folder is written into that folder, that of
-several into the current one. It needs no network. docs/report.md describes it.
+RUN is the folder of a run (--save of the training), a study (all its runs), or a scaling study
+after `scaling.py report`. What tools/analyze.py has found on a text is read from the run's folder.
+The page of one folder is written into that folder, that of several into the current one. It needs
+no network. docs/report.md describes it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def main(arguments: list[str]) -> int:
     tool.add_argument("sources", metavar="RUN", nargs="+", type=Path, help="what the page is about")
     tool.add_argument(
         "--output", metavar="FILE", type=Path,
-        help="HTML file to write (default: report.html, in RUN if it is one folder)",
+        help="HTML file to write (default: report.html, in RUN if it is the only one)",
     )  # fmt: skip
     tool.add_argument("--title", metavar="TEXT", help="heading (default: the names of the runs)")
     return tool.run(arguments, lambda own: _write(own, arguments))
 
 
 def _write(own: Namespace, arguments: list[str]) -> None:
-    one = own.sources[0] if len(own.sources) == 1 and own.sources[0].is_dir() else Path()
-    output = own.output or one / "report.html"
+    folder = own.sources[0] if len(own.sources) == 1 else Path()
+    output = own.output or folder / "report.html"
     if output.is_dir():
         raise InputError(f"--output {output} is a folder: name a file")
     with progress("runs", None, unit=" runs") as advance:

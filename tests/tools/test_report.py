@@ -12,7 +12,6 @@ import pytest
 
 from tests.analysis.report.folders import (
     analysis_folder,
-    plan_file,
     run_folder,
     scaling_folder,
 )
@@ -31,7 +30,7 @@ def test_a_page_about_everything(tmp_path, capsys):
     starts = [{"command": "python a.py", "ranks": 1}, {"command": "python b.py", "ranks": 2}]
     run = run_folder(tmp_path / "run", starts=starts)
     old = run_folder(tmp_path / "old <b>", options={"expert-selection": "topk"})
-    sources = [run, old, scaling_folder(tmp_path / "s"), plan_file(tmp_path / "p.json")]
+    sources = [run, old, scaling_folder(tmp_path / "s")]
     output = tmp_path / "new" / "page.html"
     assert main([*map(str, sources), "--output", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output} (0.")
@@ -48,9 +47,9 @@ def test_a_page_about_everything(tmp_path, capsys):
 
 
 def test_the_page_of_one_folder_is_in_it(tmp_path, capsys, monkeypatch):
-    run, plan = run_folder(tmp_path / "run"), plan_file(tmp_path / "p.json")
+    run, study = run_folder(tmp_path / "run"), scaling_folder(tmp_path / "s")
     monkeypatch.chdir(tmp_path)
-    for sources, place in [([run], "run/report.html"), ([run, plan], "report.html")]:
+    for sources, place in [([run], "run/report.html"), ([run, study], "report.html")]:
         assert main([*map(str, sources)]) == 0
         assert (tmp_path / place).is_file() and f"{place} (0." in capsys.readouterr().out
         (tmp_path / place).unlink()
@@ -87,9 +86,7 @@ def whole(tmp_path_factory):
     study = make_study(folder / "study", ["topk"])
     write_cell(study.cell("topk", 1), plausible_records("fixed", 1, logged=4))
     scaling_folder(folder / "scaling")
-    (folder / "plan").mkdir()
-    plan_file(folder / "plan" / "p.json")
-    sources = [run, study.path, folder / "scaling", folder / "plan" / "p.json"]
+    sources = [run, study.path, folder / "scaling"]
     assert main([*map(str, sources), "--output", str(folder / "r.html")]) == 0
     return folder
 
@@ -100,7 +97,7 @@ def whole(tmp_path_factory):
     [
         "run/metrics.jsonl", "run/config.yaml", "run/starts.jsonl", "scaling/scaling.csv",
         "run/analysis/analysis.json", "study/study.json",
-        "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl", "plan/p.json",
+        "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl",
     ],
 )  # fmt: skip
 def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, name, damage):
@@ -116,8 +113,7 @@ def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, 
         file.write_bytes(re.sub(rb"(?<=[ ,])[0-9]+", b"1" + b"0" * 400, content, count=3))
     else:
         file.write_text("[" * 5_000 + "]" * 5_000 if damage == "deep" else "a: &a [*a]")
-    source = file if name == "plan/p.json" else folder
-    code = main([str(source), "--output", str(tmp_path / "r.html")])
+    code = main([str(folder), "--output", str(tmp_path / "r.html")])
     said = capsys.readouterr().err
     assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
     if not code:

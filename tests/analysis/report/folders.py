@@ -49,32 +49,6 @@ def scaling_folder(path: Path) -> Path:
     return path
 
 
-def plan_file(path: Path) -> Path:
-    """The part of the output of tools/plan.py --json that the report reads, and more."""
-    planned = [
-        {
-            "layout": {
-                "tp": 1, "pp": 1, "virtual": 1, "ep": 8, "etp": 1, "dp": 16,
-                "micro_batch": batch, "recompute": False,
-            },
-            "memory": {
-                "weights": 2**33, "gradients": 2**33, "optimizer": 2**34,
-                "activations": batch * 2**32,
-                "total": 2**35 + batch * 2**32, "stage": 0,
-            },
-            "seconds": 2.0,
-            "seconds_by_part": {"experts": 1.5, "attention": 0.5},
-            "tokens_per_second_and_gpu": 30_000.0 / batch,
-            "model_tflops_per_gpu": 300.0,
-            "messages": ["not read"],
-        }
-        for batch in (1, 2)
-    ]  # fmt: skip
-    plan = {"cluster": {"gpus": 16}, "plans": planned, "refused": [{}, {}]}
-    path.write_text(json.dumps(plan))
-    return path
-
-
 def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
     """An analysis of two texts, whose items are all "<i>"; 30 tokens of each to be read, or 600."""
     path.mkdir()

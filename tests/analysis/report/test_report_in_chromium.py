@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.analysis.report.report import page_of, report_of
 from moe_parallel.analysis.report.run_entry import run_entry
 from moe_parallel.analysis.report.text_entry import text_entry
-from tests.analysis.report.folders import analysis_folder, plan_file, run_folder, scaling_folder
+from tests.analysis.report.folders import analysis_folder, run_folder, scaling_folder
 from tests.analysis.synthetic import synthetic_run
 from tests.browser import Browser, require_chromium
 
@@ -20,7 +20,7 @@ MAP = "document.querySelector('#experts figure')"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs, one with a hostile name, NaN and a dead expert; a scaling study; a plan."""
+    """Three runs, one with a hostile name, NaN and a dead expert; a scaling study."""
     folder = tmp_path_factory.mktemp("report")
     bad = synthetic_run(logged=60, layers=3)
     bad[20]["lm_loss"] = None
@@ -34,7 +34,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with_analysis(run_folder(folder / "aoe", synthetic_run(60, 4), {"lr": 2e-3})),
         run_folder(folder / HOSTILE.replace("/", "|"), bad, {"lr": 3e-3}, starts),
         scaling_folder(folder / "scaling"),
-        plan_file(folder / "plan.json"),
     ]
     file = folder / "report.html"
     file.write_text(report_of(sources, command=["python", "tools/report.py"]), encoding="utf-8")
@@ -74,7 +73,7 @@ def test_a_constant_stays_constant_when_it_is_smoothed(shown: Browser) -> None:
 def test_the_parts_of_the_page(shown: Browser) -> None:
     headings = shown.value("[...document.querySelectorAll('h2')].map(each => each.textContent)")
     assert headings == [
-        "Warnings", "Runs", "Curves", "Experts", "On given text", "Scaling", "Plans",
+        "Warnings", "Runs", "Curves", "Experts", "On given text", "Scaling",
         "Commands and options",
     ]  # fmt: skip
     links = "[...document.querySelectorAll('nav a')].map(link => document.querySelector(link.hash))"
@@ -252,7 +251,7 @@ def test_twenty_long_runs_are_one_small_page(tmp_path: Path) -> None:
     assert entry["text"]["pairs"]["shape"] == [24, 64, 64]
     runs = [entry | {"name": f"run {number}"} for number in range(20)]
     file = tmp_path / "report.html"
-    content = {"runs": runs, "scaling": [], "plans": [], "command": ""}
+    content = {"runs": runs, "scaling": [], "command": ""}
     file.write_text(page_of(content, "twenty"), encoding="utf-8")
     assert file.stat().st_size < 15 * 2**20
     with Browser(file) as browser:

@@ -42,7 +42,7 @@ function navigation(sections) {
 
 function begin() {
   const report = JSON.parse(document.getElementById("data").textContent);
-  const { runs, scaling, plans, made, command } = report;
+  const { runs, scaling, made, command } = report;
   runs.forEach((run, place) => Object.assign(run, { place, style: styleOf(place) }));
   shownRuns.set(new Set(runs.keys()));
   const parts = [
@@ -52,7 +52,6 @@ function begin() {
     expertsSection(runs),
     textsSection(runs),
     scalingSection(scaling),
-    plansSection(plans),
     runs.length ? commandsSection(runs) : null,
   ].filter(Boolean);
   const main = document.getElementById("main");
@@ -60,7 +59,7 @@ function begin() {
   if (runs.length > 1) document.getElementById("curves").querySelector(".bar").before(runChips(runs));
   const counted = (count, one, more) => (count ? `${count} ${count === 1 ? one : more}` : null);
   document.getElementById("summary").textContent = [
-    counted(runs.length, "run", "runs"), counted(scaling.length, "scaling study", "scaling studies"), counted(plans.length, "plan", "plans"),
+    counted(runs.length, "run", "runs"), counted(scaling.length, "scaling study", "scaling studies"),
     `made ${made.time}`,
   ].filter(Boolean).join(" \u00b7 ");
   document.getElementById("footer").append(
