@@ -132,6 +132,7 @@ def _view(table: TableColumns, texts: list[str]) -> list[dict[str, Any]]:
                     "samples": [table["sample"][row] for row in rows],
                     "best": best_TG.tolist(),
                     "used": as_bytes(used_TG.clip(0, 254), 254.0),
+                    "varies": bool(np.ptp(used_TG)),
                 }
             )
     return found

@@ -9,16 +9,8 @@ window.addEventListener("error", (event) => fail(event.message));
 
 function themeButton() {
   const button = document.getElementById("theme");
-  const names = { system: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
-  const order = Object.keys(names);
-  const show = () => { button.textContent = names[theme.value]; };
-  if (!names[theme.value]) theme.value = "system";
-  button.addEventListener("click", () => {
-    const next = order[(order.indexOf(theme.value) + 1) % order.length];
-    store("moe-report-theme", next);
-    theme.set(next);
-    show();
-  });
+  const show = theme.follow(() => { button.textContent = isDark() ? "Light theme" : "Dark theme"; });
+  button.addEventListener("click", () => theme.set(isDark() ? "light" : "dark"));
   show();
 }
 

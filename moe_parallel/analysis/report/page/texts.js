@@ -213,23 +213,12 @@ function tokenView(runs) {
     const token = state.spans.indexOf(event.target);
     if (token >= 0) move(token);
   });
-  if (!runs.some(({ text }) => text.view.some(hasVariedNumbers))) tokenMode.value = "best";
+  if (!runs.some(({ text }) => text.view.some(({ varies }) => varies))) tokenMode.value = "best";
   const redraw = onDemand(box, draw);
   tokenRun.follow(() => { controls(); redraw(); });
   for (const shared of [tokenText, tokenMode, tokenLayer]) shared.follow(redraw);
   controls();
   return el("div", { class: "wide-card" }, choice, box, key, reading);
-}
-
-/** Whether the number of experts differs between tokens or layers. */
-function hasVariedNumbers({ used }) {
-  const numbers = decoded(used);
-  const [tokens, layers] = used.shape;
-  const first = numbers.get(0, 0);
-  for (let token = 0; token < tokens; token += 1) {
-    for (let layer = 0; layer < layers; layer += 1) if (numbers.get(token, layer) !== first) return true;
-  }
-  return false;
 }
 
 function legend(color, text) {
