@@ -126,27 +126,8 @@ def test_stages_and_parts_train_each_run_once(tool, tmp_path, capsys):
     assert "--part of a study with lr-grid needs --stage" in capsys.readouterr().err
 
 
-def test_a_stage_before_its_time(tool, tmp_path, capsys):
-    runs = FakeRuns(by_rate)
-    assert compare(tool, tmp_path, runs, "--stage", "seeds", **OPTIONS) == 1
-    assert runs.ran == []
-    assert "not compared: topk, whose pilot runs" in capsys.readouterr().err
-
-
-def test_jobs_run_side_by_side(tool, tmp_path):
-    """Each run waits for another one: with one job at a time the barrier would break."""
-    both = threading.Barrier(2, timeout=20)
-
-    def meet(cell: Cell, stop: Any) -> int:
-        both.wait()
-        return by_rate(cell)
-
-    runs = FakeRuns(meet)
-    assert compare(tool, tmp_path, runs, "--jobs", "2", **OPTIONS) == 0
-    assert sorted(runs.names) == sorted(PILOTS + COMPARED)
-
-
 def test_a_signal_stops_all_jobs(tool, tmp_path, capsys):
+    """Each run waits for another one: with one job at a time the barrier would break."""
     both = threading.Barrier(2, timeout=20)
 
     def stop_one(cell: Cell, stop: Any) -> int:
