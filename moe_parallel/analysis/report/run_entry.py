@@ -26,7 +26,7 @@ from moe_parallel.analysis.report.numbers import (
     thinned,
 )
 from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
-from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, last_tenth
+from moe_parallel.analysis.run_history import RunHistory, last_tenth
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
@@ -218,8 +218,7 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
     by_layer = {
         "ent_load": routing.ent_load_RG,
         "ent_conf": routing.ent_conf_RG,
-        "experts_per_token": _per_layer(history, routing, "experts_per_token"),
-        "utilisation": _per_layer(history, routing, "utilisation"),
+        **routing.other_RG,
     }
     choices_G = np.maximum(routing.tokens_per_expert_RGE.sum(axis=(0, 2)), 1)
     found: dict[str, Any] = {
@@ -235,7 +234,6 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
             **{
                 name: shorts(bucket_means(values_RG, parts_of_layers))
                 for name, values_RG in by_layer.items()
-                if values_RG is not None
             },
         },
     }
@@ -247,16 +245,3 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
         found["norms"] = as_bytes(means, float(np.nanmax(means)))
         found["norms"]["tokens"] = [int(tokens_R[part.stop - 1]) for part in parts]
     return found
-
-
-def _per_layer(history: RunHistory, routing: RoutingHistory, measure: str) -> np.ndarray | None:
-    """[R, G] of the records that the routing history has; None if a record lacks the measure."""
-    wanted = set(routing.iterations_R.tolist())
-    rows = [
-        [layer.get(measure) for layer in record["layers"]]
-        for record in history.training
-        if record["iteration"] in wanted
-    ]
-    if any(value is None for row in rows for value in row):
-        return None
-    return np.array(rows, dtype=np.float64)
