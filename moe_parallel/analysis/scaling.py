@@ -11,7 +11,7 @@ import csv
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ _REMEDY = ": restore it, or move its folder away"
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """One run: a number of nodes and the options of its training."""
+    """One run: a number of nodes and the options of its training; and its folder."""
 
+    study: Path
     nodes: int
     ranks: int
     varied: Mapping[str, Any]  # values of --vary by option name
     options: Mapping[str, Any]  # raw values by option name
 
     @property
-    def name(self) -> str:
-        return "_".join(f"{name}={value}" for name, value in self.factors.items())
-
-    @property
     def factors(self) -> Mapping[str, Any]:
         """What cells differ in: the number of nodes and the varied flags."""
         return {NODES_AXIS: self.nodes, **self.varied}
+
+    @property
+    def name(self) -> str:
+        return "_".join(f"{name}={value}" for name, value in self.factors.items())
 
     def line(self, axis: str) -> str:
         """The cell without its value on the axis, in words."""
@@ -72,6 +73,66 @@ class ScalingCell:
             return str(error)
         return None
 
+    @property
+    def folder(self) -> Path:
+        return self.study / self.name
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "cell.yaml"
+
+    @property
+    def job_file(self) -> Path:
+        return self.folder / "job"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "job.out"
+
+    def write(self) -> None:
+        """Write the cell. Raises InputError if the folder has another cell of this name."""
+        names = ("nodes", "ranks", "varied", "options")
+        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
+        file = self.folder / "cell.json"
+        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
+            raise InputError(
+                f"{self.folder} holds a run with other options: name another folder for this study"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        options = {name.replace("_", "-"): value for name, value in self.options.items()}
+        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
+
+    @property
+    def history(self) -> RunHistory | None:
+        """The history of the run. None: it has no record yet."""
+        file = self.run / METRICS_FILE
+        records = read_metrics(file) if file.exists() else []
+        return RunHistory.from_records(records) if records else None
+
+    @property
+    def is_finished(self) -> bool:
+        history, last = self.history, self.config.training.train_iters
+        return history is not None and last is not None and history.last_iteration >= last
+
+    def state(self, queue: Collection[str]) -> str:
+        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
+        if self.job_file.exists() and read_word(self.job_file) in queue:
+            return QUEUED
+        if self.is_finished:
+            return FINISHED
+        return FAILED if self.job_file.exists() else NEW
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output of the cell's jobs."""
+        said = read_end(self.output).split("\n") if self.output.exists() else []
+        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
+
 
 def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
     """`name=1,2` as {option name: values}. Raises InputError."""
@@ -94,6 +155,7 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def cells(
+    study: Path,
     options: Mapping[str, Any],
     nodes: Sequence[int],
     varied: Mapping[str, Sequence[Any]],
@@ -117,81 +179,18 @@ def cells(
             if not isinstance(batch, int):
                 raise InputError("--weak: --config has no global-batch-size: give one node's")
             its_own["global_batch_size"] = batch * count
-        yield ScalingCell(count, count * ranks_per_node, chosen, its_own)
+        yield ScalingCell(study, count, count * ranks_per_node, chosen, its_own)
 
 
-@dataclass(frozen=True)
-class CellFolder:
-    """The folder of a cell, with its configuration and its run."""
-
-    path: Path
-    cell: ScalingCell
-
-    @staticmethod
-    def read_all(study: Path) -> list[CellFolder]:
-        """The cells that were ever written, by number of nodes."""
-        found = []
-        for file in study.glob("*/cell.json"):
-            try:
-                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, _REMEDY))))
-            except TypeError:
-                raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
-        return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "cell.yaml"
-
-    @property
-    def job_file(self) -> Path:
-        return self.path / "job"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "job.out"
-
-    def write(self) -> None:
-        """Write the cell. Raises InputError if the folder has another cell of this name."""
-        text = json.dumps(asdict(self.cell), indent=1)
-        file = self.path / "cell.json"
-        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
-            raise InputError(
-                f"{self.path} holds a run with other options: name another folder for this study"
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        options = {name.replace("_", "-"): value for name, value in self.cell.options.items()}
-        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
-
-    @property
-    def history(self) -> RunHistory | None:
-        """The history of the run. None: it has no record yet."""
-        file = self.run / METRICS_FILE
-        records = read_metrics(file) if file.exists() else []
-        return RunHistory.from_records(records) if records else None
-
-    @property
-    def is_finished(self) -> bool:
-        history, last = self.history, self.cell.config.training.train_iters
-        return history is not None and last is not None and history.last_iteration >= last
-
-    def state(self, queue: Collection[str]) -> str:
-        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
-        if self.job_file.exists() and read_word(self.job_file) in queue:
-            return QUEUED
-        if self.is_finished:
-            return FINISHED
-        return FAILED if self.job_file.exists() else NEW
-
-    @property
-    def last_line(self) -> str:
-        """The last line of the output of the cell's jobs."""
-        said = read_end(self.output).split("\n") if self.output.exists() else []
-        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
+def read_cells(study: Path) -> list[ScalingCell]:
+    """The cells that were ever written, by number of nodes."""
+    found = []
+    for file in study.glob("*/cell.json"):
+        try:
+            found.append(ScalingCell(study, **read_json(file, _REMEDY)))
+        except TypeError:
+            raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
+    return sorted(found, key=lambda cell: (cell.nodes, cell.name))
 
 
 def measures(history: RunHistory, tokens_per_step: int, warm_up: int) -> dict[str, float | None]:
@@ -252,7 +251,7 @@ def axis_of(cells: Sequence[ScalingCell]) -> str:
 
 
 def rows_of(
-    folders: Sequence[CellFolder], warm_up: int, cluster: Cluster | None = None
+    cells: Sequence[ScalingCell], warm_up: int, cluster: Cluster | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """(the rows of the finished cells along the axis, why cells have no plan by their names).
 
@@ -262,20 +261,19 @@ def rows_of(
 
     Raises InputError if no cell is finished.
     """
-    finished = [each for each in folders if each.is_finished]
+    finished = [cell for cell in cells if cell.is_finished]
     if not finished:
         raise InputError("the study has no finished cell yet: nothing to report")
-    axis = axis_of([each.cell for each in finished])
-    places = list(dict.fromkeys(each.cell.factors[axis] for each in finished))
+    axis = axis_of(finished)
+    places = list(dict.fromkeys(cell.factors[axis] for cell in finished))
     if all(isinstance(place, int | float) for place in places):
         places.sort()
-    finished.sort(key=lambda each: places.index(each.cell.factors[axis]))
+    finished.sort(key=lambda cell: places.index(cell.factors[axis]))
     rows: list[dict[str, Any]] = []
     reasons: dict[str, str] = {}
     first: dict[str, float] = {}
-    for each in finished:
-        cell, training = each.cell, each.cell.config.training
-        history = each.history
+    for cell in finished:
+        training, history = cell.config.training, cell.history
         assert history is not None  # it is finished
         found = measures(history, training.global_batch_size * training.seq_length, warm_up)
         speed = found.pop("tokens_per_second")
@@ -284,7 +282,7 @@ def rows_of(
         planned = None if cluster is None else _planned(cell, cluster)
         if isinstance(planned, str):
             reasons[cell.name], planned = planned, None
-        row = {
+        rows.append({
             "nodes": cell.nodes,
             "ranks": cell.ranks,
             **cell.varied,
@@ -295,8 +293,7 @@ def rows_of(
             "planned_tokens_per_second": None if planned is None else round(planned, 2),
             "plan_error": None if planned is None else round(planned / speed - 1, 4),
             "axis": axis,
-        }
-        rows.append(row)
+        })  # fmt: skip
     return rows, reasons
 
 

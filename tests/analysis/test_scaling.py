@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +13,9 @@ from moe_parallel.analysis.scaling import (
     FINISHED,
     NEW,
     QUEUED,
-    CellFolder,
     cells,
     parse_vary,
+    read_cells,
     rows_of,
     write_scaling_report,
 )
@@ -27,7 +29,7 @@ NODE = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
 
 
 def grid(nodes, vary=(), *, weak=False):
-    return list(cells(OPTIONS, nodes, parse_vary(vary), ranks_per_node=2, weak=weak))
+    return list(cells(Path(), OPTIONS, nodes, parse_vary(vary), ranks_per_node=2, weak=weak))
 
 
 def test_every_number_of_nodes_has_every_combination():
@@ -43,7 +45,7 @@ def test_weak_scaling_multiplies_the_batch():
         found = grid([1, 3], weak=weak)
         assert [each.options["global_batch_size"] for each in found] == batches
     with pytest.raises(InputError, match="global-batch-size"):
-        list(cells({}, [1], {}, ranks_per_node=1, weak=True))
+        list(cells(Path(), {}, [1], {}, ranks_per_node=1, weak=True))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,10 @@ def folders(tmp_path):
 
 
 def written(study, nodes, varied):
-    found = cells(OPTIONS, nodes, varied, ranks_per_node=1, weak=False)
-    folders = [CellFolder(study / cell.name, cell) for cell in found]
-    for each in folders:
+    found = list(cells(study, OPTIONS, nodes, varied, ranks_per_node=1, weak=False))
+    for each in found:
         each.write()
-    return folders
+    return found
 
 
 def finish(folder, step_seconds, save_seconds=0.0, processes=((1, 2, 3, 4),)):
@@ -92,7 +93,7 @@ def finish(folder, step_seconds, save_seconds=0.0, processes=((1, 2, 3, 4),)):
             seconds = step_seconds * (10 if iteration == 1 else 1)
             shares = {"own": 0.5, "data": 0.125, "dispatch": 0.2, "pipeline": 0.0, "reduce": 0.1}
             ranks = {
-                f"{name}_seconds": [share * seconds] * folder.cell.ranks
+                f"{name}_seconds": [share * seconds] * folder.ranks
                 for name, share in shares.items()
             }
             record = {
@@ -123,9 +124,9 @@ def test_a_cell_is_new_then_queued_then_failed_or_finished(folders):
 
 
 def test_a_cell_is_not_replaced_by_another(folders):
-    other = next(cells(OPTIONS | {"seed": 5}, [1], {}, ranks_per_node=1, weak=False))
+    other = replace(folders[0], options=OPTIONS | {"seed": 5})
     with pytest.raises(InputError, match="other options"):
-        CellFolder(folders[0].path, other).write()
+        other.write()
 
 
 def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
@@ -133,7 +134,7 @@ def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
         rows_of(folders, 1)
     finish(folders[0], 1.0, save_seconds=0.2)
     finish(folders[1], 0.8)
-    rows, reasons = rows_of(CellFolder.read_all(tmp_path), 1)
+    rows, reasons = rows_of(read_cells(tmp_path), 1)
     assert reasons == {}
     write_scaling_report(rows, tmp_path)
     one, two = csv.DictReader((tmp_path / "scaling.csv").open())
@@ -161,7 +162,7 @@ def test_the_plan_and_its_error_are_in_the_table(folders):
         finish(each, 1.0)
     rows, _ = rows_of(folders, 1, Cluster(NODE, 1))
     for row, each in zip(rows, folders, strict=True):
-        plan = plan_layout(each.cell.config, 64, Cluster(NODE, row["nodes"]))
+        plan = plan_layout(each.config, 64, Cluster(NODE, row["nodes"]))
         planned = plan.time.tokens_per_gpu * row["nodes"]
         assert row["planned_tokens_per_second"] == pytest.approx(planned, abs=0.01)
         assert row["plan_error"] == pytest.approx(planned / 256 - 1, abs=1e-4)
@@ -182,8 +183,8 @@ def test_a_restarted_run_counts_each_step_once_and_no_time_between_processes(fol
 
 def test_a_study_of_a_flag_has_the_flag_as_its_axis(tmp_path):
     for each in written(tmp_path, [2], {"num_experts": [8, 2], "seed": [1, 2]}):
-        finish(each, each.cell.varied["num_experts"] / each.cell.varied["seed"])
-    rows, _ = rows_of(CellFolder.read_all(tmp_path), 1)
+        finish(each, each.varied["num_experts"] / each.varied["seed"])
+    rows, _ = rows_of(read_cells(tmp_path), 1)
     assert [(row["axis"], row["num_experts"], row["seed"]) for row in rows] == [
         ("num_experts", 2, 1), ("num_experts", 2, 2), ("num_experts", 8, 1), ("num_experts", 8, 2)
     ]  # fmt: skip
