@@ -17,7 +17,6 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -52,27 +51,19 @@ def report_of(
 
     Raises InputError.
     """
-    sources = find_sources(paths)
+    folders, scaling = find_sources(paths)
     runs = []
-    for name, folder in sources.runs:
+    for name, folder in folders:
         runs.append(run_entry(folder, name))
         advance(1)
-    names = [each["name"] for each in (*runs, *sources.scaling)]
+    names = [each["name"] for each in (*runs, *scaling)]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    content = {"command": shlex.join(command), "runs": runs, "scaling": sources.scaling}
+    content = {"command": shlex.join(command), "runs": runs, "scaling": scaling}
     return page_of(content, title or ", ".join(names[:4]) + more)
 
 
-@dataclass
-class Sources:
-    """The parts of a report."""
-
-    runs: list[tuple[str, Path]] = field(default_factory=list)  # (name, folder)
-    scaling: list[dict[str, Any]] = field(default_factory=list)  # {name, rows}
-
-
-def find_sources(paths: Sequence[Path]) -> Sources:
-    """Recognizes each path by its content.
+def find_sources(paths: Sequence[Path]) -> tuple[list[tuple[str, Path]], list[dict[str, Any]]]:
+    """(name and folder of each run, name and rows of each scaling study), by the paths' contents.
 
     - a folder with metrics.jsonl: a run
     - a folder with study.json: every run of the study that has metrics
@@ -80,7 +71,7 @@ def find_sources(paths: Sequence[Path]) -> Sources:
 
     Raises InputError for anything else, and if nothing is left.
     """
-    sources = Sources()
+    scaling: list[dict[str, Any]] = []
     folders: dict[Path, int] = {}  # with the least number of parts of the name
     for path in paths:
         if (path / METRICS_FILE).is_file():
@@ -88,7 +79,7 @@ def find_sources(paths: Sequence[Path]) -> Sources:
         elif (path / STUDY_MANIFEST).is_file():
             folders |= dict.fromkeys(_cells(path), 2)  # contender/seed
         elif (path / SCALING).is_file():
-            sources.scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
+            scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
         elif path.exists():
             raise InputError(
                 f"{path}: has no {METRICS_FILE}, {STUDY_MANIFEST} or {SCALING}: name a run or a "
@@ -97,8 +88,7 @@ def find_sources(paths: Sequence[Path]) -> Sources:
         else:
             raise InputError(f"{path}: there is no such folder: name the folder that --save named")
     names = short_names([folder.resolve() for folder in folders], list(folders.values()))
-    sources.runs = list(zip(names, folders, strict=True))
-    return sources
+    return list(zip(names, folders, strict=True)), scaling
 
 
 def _cells(study: Path) -> list[Path]:

@@ -6,7 +6,7 @@ FOLDER/cells/NAME/seed-1234/         one run: the files of --save, and
     output.txt                       its output
     attempts.jsonl                   a line per start: where it ran, how long, how it ended
 FOLDER/pilots/NAME/lr-0.001/         a pilot run of the learning-rate grid, with the same files
-FOLDER/table.md table.csv cells.csv table.json figures/    the report
+FOLDER/table.md cells.csv figures/   the report
 
 Every contender has the same number of pilot runs: those of the grid, and one that follows from
 their losses. If the best rate is at an edge of the grid, the further run is one step beyond the
@@ -272,11 +272,6 @@ class Sweep:
 
     def _lowest(self, rates: Sequence[float]) -> float:
         return min(rates, key=self.losses.__getitem__)
-
-    def as_json(self) -> dict[str, Any]:
-        """The rates, the loss at each (None: diverged), and the best."""
-        losses = {f"{r:g}": x if math.isfinite(x) else None for r, x in self.losses.items()}
-        return {"grid": list(self.grid), "losses": losses, "best": self.best}
 
 
 def rounded(rate: float) -> float:

@@ -1,4 +1,4 @@
-"""The report of a study: a page to read, CSV and JSON to compute with, and figures.
+"""The report of a study: a page to read, a CSV file to compute with, and figures.
 
 It is created only from the files of the study's runs.
 """
@@ -6,9 +6,7 @@ It is created only from the files of the study's runs.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +51,7 @@ def write_study_report(folder: StudyFolder) -> Path:
     drawn, pictures = figures.draw_figures(study), folder.path / "figures"
     page = markdown(study)
     page += "".join(f"\n![{name.replace('_', ' ')}](figures/{name}.png)\n" for name in drawn)
-    texts = {"table.md": page, "cells.csv": cell_csv(study), "table.json": study_json(study)}
+    texts = {"table.md": page, "cells.csv": cell_csv(study)}
     try:
         for name, text in texts.items():
             (folder.path / name).write_text(text, encoding="utf-8")
@@ -83,38 +81,6 @@ def cell_csv(study: StudyResults) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def study_json(study: StudyResults) -> str:
-    """The content of the tables, and each run, as JSON."""
-    contenders = {
-        result.name: {
-            "system": result.contender.system,
-            "options": result.contender.options,
-            "parameters": result.parameters,
-            "measures": {k: dataclasses.asdict(spread) for k, spread in result.spreads.items()},
-            f"minus_{study.reference.name}": {
-                measure: dataclasses.asdict(difference)
-                for measure in result.spreads
-                if (difference := _minus_reference(study, result, measure)) is not None
-            },
-            "runs": {
-                seed: {"measures": run.measures, "attempts": run.attempts}
-                for seed, run in result.runs.items()
-            },
-        }
-        for result in study.results
-    }
-    comparisons = Comparisons.of(study)
-    content = {
-        "study": study.name,
-        "design": dataclasses.asdict(study.design),
-        "contenders": contenders,
-        "comparisons": None if comparisons is None else dataclasses.asdict(comparisons),
-        "sweeps": {name: sweep.as_json() for name, sweep in study.sweeps.items()},
-        "notes": study_notes(study),
-    }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def markdown(study: StudyResults) -> str:

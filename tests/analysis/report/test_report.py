@@ -22,9 +22,8 @@ from tests.analysis.study_folder import make_study, plausible_records, write_cel
 
 def test_each_kind(tmp_path):
     run = run_folder(tmp_path / "a" / "run")
-    sources = find_sources([run, scaling_folder(tmp_path / "s")])
-    assert sources.runs == [("run", run)]
-    (study,) = sources.scaling
+    runs, (study,) = find_sources([run, scaling_folder(tmp_path / "s"), run])
+    assert runs == [("run", run)]
     assert study["name"] == "s" and study["rows"][1]["nodes"] == 2
     assert study["rows"][0]["plan_error"] is None and study["rows"][0]["ep"] == "all"
 
@@ -35,15 +34,10 @@ def test_a_study_is_its_runs(tmp_path):
         find_sources([study.path])
     for name, seed in (("topk", 1), ("aoe", 2)):
         write_cell(study.cell(name, seed), plausible_records("fixed", seed, logged=4))
-    assert [name for name, _ in find_sources([study.path]).runs] == ["topk/seed-1", "aoe/seed-2"]
+    assert [name for name, _ in find_sources([study.path])[0]] == ["topk/seed-1", "aoe/seed-2"]
     other = run_folder(tmp_path / "aoe" / "seed-2")
-    names = [name for name, _ in find_sources([study.path, other]).runs]
+    names = [name for name, _ in find_sources([study.path, other])[0]]
     assert names == ["topk/seed-1", "cells/aoe/seed-2", f"{tmp_path.name}/aoe/seed-2"]
-
-
-def test_a_run_that_is_named_twice_is_one(tmp_path):
-    run = run_folder(tmp_path / "run")
-    assert find_sources([run, run]).runs == [("run", run)]
 
 
 @pytest.mark.parametrize(
