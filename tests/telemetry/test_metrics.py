@@ -32,12 +32,15 @@ def iterations_in(directory) -> list[int]:
 
 
 def test_each_record_is_on_disk_when_log_returns(tmp_path):
+    assert not has_evaluation(tmp_path, 1)
     writer = MetricsWriter(tmp_path / "new" / "run")
     for iteration in (1, 2):
-        writer.log(record(iteration, layers=[{"layer": 1, "tokens_per_expert": [3, 1]}]))
+        more = {"validation": {}} if iteration == 2 else {}
+        writer.log(record(iteration, layers=[{"layer": 1, "tokens_per_expert": [3, 1]}], **more))
         lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == iteration
         assert json.loads(lines[-1])["layers"][0]["tokens_per_expert"] == [3, 1]
+        assert has_evaluation(tmp_path / "new" / "run", iteration) == (iteration == 2)
     writer.close()
 
 
@@ -86,15 +89,6 @@ def test_the_cut_needs_no_room_and_tells_what_was_there(tmp_path, monkeypatch):
     assert iterations_in(tmp_path) == [10, 20]
     assert writer.resumed.last == [record(20)]
     assert writer.resumed.cut == [record(30), record(40)]
-    writer.close()
-
-
-def test_an_evaluation_is_found(tmp_path):
-    assert not has_evaluation(tmp_path, 10)
-    writer = MetricsWriter(tmp_path)
-    for number, more in ((10, {}), (20, {"validation": {}})):
-        writer.log(record(number, **more))
-    assert [has_evaluation(tmp_path, number) for number in (10, 20, 30)] == [False, True, False]
     writer.close()
 
 

@@ -30,18 +30,21 @@ def test_a_page_about_everything(tmp_path, capsys):
     starts = [{"command": "python a.py", "ranks": 1}, {"command": "python b.py", "ranks": 2}]
     run = run_folder(tmp_path / "run", starts=starts)
     old = run_folder(tmp_path / "old <b>", options={"expert-selection": "topk"})
-    sources = [run, old, scaling_folder(tmp_path / "s")]
+    records = [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}]
+    sources = [run, old, run_folder(tmp_path / "evaluated", records)]
+    sources.append(scaling_folder(tmp_path / "s"))
     output = tmp_path / "new" / "page.html"
     assert main([*map(str, sources), "--output", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output} (0.")
     page = output.read_text(encoding="utf-8")
     assert "old &lt;b&gt;" in page and "old <b>" not in page
     data = data_of(page)
-    one, other = data["runs"]
+    one, other, evaluated = data["runs"]
     assert (one["name"], one["facts"]["system"]) == ("run", "aoe")
     assert [start["command"] for start in one["starts"]] == ["python a.py", "python b.py"]
     assert other["starts"] == []
     assert one["options"]["train-iters"] == "300"
+    assert (evaluated["curves"], evaluated["routing"]) == ({"loss/a": {"x": [7], "y": [2.5]}}, None)
     assert data["command"].startswith("python tools/report.py ")
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
 
@@ -118,13 +121,6 @@ def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, 
     assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
     if not code:
         data_of((tmp_path / "r.html").read_text(encoding="utf-8"))
-
-
-def test_a_run_that_was_only_evaluated(tmp_path, capsys):
-    run = run_folder(tmp_path / "run", [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}])
-    assert main([str(run), "--output", str(tmp_path / "r.html")]) == 0
-    (entry,) = data_of((tmp_path / "r.html").read_text(encoding="utf-8"))["runs"]
-    assert entry["curves"] == {"loss/a": {"x": [7], "y": [2.5]}} and entry["routing"] is None
 
 
 def test_wrong_flags(tmp_path, capsys):
