@@ -132,8 +132,7 @@ def _add_flags(tool: Tool) -> None:
     add("--equal", choices=tuple(TERMS),
         help="terms of the comparison (default: those of the section study, or "
         "experts)")  # fmt: skip
-    add("--override", nargs="+", action="extend", default=[], metavar="NAME:flag=value",
-        help="an option for one contender only")  # fmt: skip
+    add("--override", type=_in_the_file, help=argparse.SUPPRESS)
     add("--part", type=Part.parse, metavar="I/N",
         help="train only every N-th run, from run I on (0/N is the first part); commands with the "
         "other parts train the rest, and report_study.py writes the report")  # fmt: skip
@@ -152,6 +151,12 @@ def _add_flags(tool: Tool) -> None:
         "--jobs)")  # fmt: skip
     add("--allow-unequal", action="store_true",
         help="train even if total parameters differ by more than 1%%")  # fmt: skip
+
+
+def _in_the_file(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "options of one contender are lines of --config, such as switch:moe-router-topk: 1"
+    )
 
 
 def _at_least_one(text: str) -> int:

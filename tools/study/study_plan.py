@@ -17,7 +17,6 @@ from moe_parallel.analysis.study.contenders import (
     Contender,
     SharedFile,
     choose_contenders,
-    parse_overrides,
 )
 from moe_parallel.analysis.study.design import SECTION, StudyDesign
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder, StudyManifest
@@ -50,8 +49,8 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[s
             f"--selections is not set: name systems, or give the section {SECTION} of --config "
             "a line selections"
         )
-    file, overrides = SharedFile.from_raw(raw), parse_overrides(options.override)
-    chosen = choose_contenders(words, file, overrides, design.selections)
+    file = SharedFile.from_raw(raw)
+    chosen = choose_contenders(words, file, design.selections)
     contenders = {each.name: each for each in chosen}
     for contender in contenders.values():
         check_trainable(contender, options.nproc)
@@ -106,7 +105,7 @@ def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
     if difference > MOST_TOTALS_DIFFER and not allow_unequal:
         raise InputError(
             f"{most} has {totals[most]:,} parameters and {least} {totals[least]:,}, "
-            f"{difference:.1%} apart: give them equal sizes (--override), or --allow-unequal"
+            f"{difference:.1%} apart: give them equal sizes, or --allow-unequal"
         )
 
 

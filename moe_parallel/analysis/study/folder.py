@@ -168,7 +168,7 @@ class StudyManifest:
                 its, ours = (getattr(study.design, each.name) for study in (earlier, self))
                 yield each.name.replace("_", "-"), its, ours
         for name, its in earlier.contenders.items():
-            ours = self.contenders.get(name) or file.contender(name, its.system, its.overrides)
+            ours = self.contenders.get(name) or file.contender(name, its.system)
             yield f"{name} =", its.system, ours.system
             for before, now in zip(its.config.values(), ours.config.values(), strict=True):
                 for option, value in before[1].items():

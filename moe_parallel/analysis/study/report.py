@@ -38,6 +38,7 @@ MOST_TOTALS_DIFFER = 0.01
 MOST_TIMES = 3.0  # by which outputs at the start may differ from those of the reference
 
 Format = Callable[[float], str]
+_FORMS = {"output_rms": ".3g"}  # of measures that are not near 1
 
 
 def write_study_report(folder: StudyFolder) -> Path:
@@ -98,7 +99,6 @@ def markdown(study: StudyResults) -> str:
         _costs(study),
         "## Routing\n",
         _routing(study),
-        *_starts_section(study),
         "## What was compared, and what this cannot show\n",
         _bullets(study_notes(study)),
     ]
@@ -225,11 +225,18 @@ def _routing(study: StudyResults) -> str:
         "max_minus_min_load_sum": "max − min load, summed over layers",
         "mutual_information": "I(expert; domain), nats",
         "utilisation": "utilization",
+        "output_rms": "RMS of outputs at the start",
     }
     experts = {r.contender.config.moe.num_experts for r in study.results if not r.is_dense}
     ceilings = [f"ln {n} = {math.log(n):.3f}" for n in sorted(filter(None, experts))]
     rows = [
-        [result.name, *(_plain(result.spreads.get(name), "{:.3f}".format) for name in columns)]
+        [
+            result.name,
+            *(
+                _plain(result.spreads.get(name), f"{{:{_FORMS.get(name, '.3f')}}}".format)
+                for name in columns
+            ),
+        ]
         for result in study.results
     ]
     limit = f"\nThe entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
@@ -261,7 +268,6 @@ def _comparison_sections(study: StudyResults) -> list[str]:
             f"**{name}** is reported, not compared: {reason}."
             for name, reason in comparisons.only_reported.items()
         ),
-        *_pairs(comparisons),
         *(_resolved(by_number[runs], margin) for runs in sorted(by_number)),
         f"The tests compare the held-out {text}, mean over domains, with that of {first} with the "
         f"same seed. Differences are tested at {LEVEL:g}, with Holm's correction for "
@@ -279,23 +285,6 @@ def _comparison_sections(study: StudyResults) -> list[str]:
         _bullets(sentences),
         f"## Equal terms: {study.design.terms.told}\n",
         _terms(study, comparisons),
-    ]
-
-
-def _pairs(comparisons: Comparisons) -> list[str]:
-    if not comparisons.pairs:
-        return []
-    margin, found = f"{comparisons.margin:g}", len(comparisons.equivalent_pairs)
-    if found == comparisons.pairs:
-        return [
-            f"All {found} pairs of compared contenders are equivalent: each 90% interval lies "
-            f"inside ±{margin}. This claim needs no correction, because every test must succeed."
-        ]
-    names = ", ".join(f"{one} and {other}" for one, other in comparisons.equivalent_pairs)
-    which = f" ({names}; each by itself, not together)" if found else ""
-    return [
-        f"{found} of {comparisons.pairs} pairs are equivalent{which}. The study does not show that "
-        "all systems are equivalent."
     ]
 
 
@@ -361,29 +350,6 @@ def _loss(sweep: Sweep, rate: float) -> str:
     if not math.isfinite(loss):
         return "diverged"
     return f"**{_fixed(loss, 4)}**" if rate == sweep.best else _fixed(loss, 4)
-
-
-def _starts_section(study: StudyResults) -> list[str]:
-    """How contenders start, and how fast their states move: a comparison says little if outputs
-    start several times as large as those of another, or if a state needs a large part of the run.
-    [] if no run has recorded a start and no state moves."""
-    rows = []
-    for result in (result for result in study.results if not result.is_dense):
-        config, times = result.contender.config, _times(study, result)
-        steps = config.training.train_iters
-        told = [f"{each.state} {each.steps / steps:.2g}" for each in config.time_constants]
-        rms = result.means.get("output_rms")
-        rows.append([
-            result.name,
-            NONE if rms is None else f"{rms:.3g}",
-            NONE if times is None else f"{times:.2f}",
-            "; ".join(told) or NONE,
-        ])  # fmt: skip
-    if all(cell == NONE for row in rows for cell in row[1:]):
-        return []
-    heads = ["", "RMS of the MoE layers' outputs at the start", f"times that of "
-             f"{study.reference.name}", "time constants, in runs"]  # fmt: skip
-    return ["## Starts and states\n", markdown_table(heads, rows)]
 
 
 def _times(study: StudyResults, result: Result) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -171,41 +170,33 @@ class Comparisons:
 
     margin: of the design, in nats per token.
     compared: those with the reference, in order. only_reported: why others are not. By name.
-    equivalent_pairs, pairs: the equivalent ones among all pairs of contenders that are compared,
-    the reference included, and the number of all.
     """
 
     margin: float
     compared: dict[str, Comparison]
     only_reported: dict[str, str]
-    equivalent_pairs: list[tuple[str, str]]
-    pairs: int
 
     @classmethod
     def of(cls, study: StudyResults) -> Comparisons | None:
         """None if the design states no margin."""
         if (margin := study.design.margin) is None:
             return None
-        told = _reasons(study)
-        losses = {r.name: _losses(study, r) for r in study.results if r.name not in told}
-        tests = {}  # of the losses of b minus those of a, by (a, b)
-        for a, b in itertools.combinations(losses, 2):
-            seeds = sorted(losses[a].keys() & losses[b].keys())
+        told, first, tests = _reasons(study), study.reference, {}
+        its = _losses(study, first)
+        for each in study.results:
+            if each is first or each.name in told:
+                continue
+            losses = _losses(study, each)
+            seeds = sorted(losses.keys() & its.keys())
             if len(seeds) > 1:
-                tests[a, b] = PairedTest.of([losses[b][s] - losses[a][s] for s in seeds], margin)
-        first = study.reference.name
-        asked = {b: test for (a, b), test in tests.items() if a == first}
-        few = f"it and {first} have fewer than two finished seeds in common"
-        told |= dict.fromkeys(losses.keys() - asked.keys() - {first}, few)
-        p = holm({name: test.p for name, test in asked.items()})
-        beyond = holm({name: test.p_beyond for name, test in asked.items()})
-        return cls(
-            margin,
-            {name: Comparison(name, test, p[name], beyond[name]) for name, test in asked.items()},
-            told,
-            [pair for pair, test in tests.items() if test.is_equivalent],
-            len(tests),
-        )
+                tests[each.name] = PairedTest.of([losses[s] - its[s] for s in seeds], margin)
+            else:
+                few = "have fewer than two finished seeds in common"
+                told[each.name] = f"it and {first.name} {few}"
+        p = holm({name: test.p for name, test in tests.items()})
+        beyond = holm({name: test.p_beyond for name, test in tests.items()})
+        compared = {n: Comparison(n, test, p[n], beyond[n]) for n, test in tests.items()}
+        return cls(margin, compared, told)
 
 
 def _losses(study: StudyResults, result: Result) -> dict[int, float]:

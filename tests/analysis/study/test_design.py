@@ -71,7 +71,7 @@ def test_what_belongs_together():
 
 
 def contenders(*words, **shared):
-    return choose_contenders(words, SharedFile.from_raw({**SHARED, **shared}), {})
+    return choose_contenders(words, SharedFile.from_raw({**SHARED, **shared}))
 
 
 def linear(contender):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
+from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import (
     DIVERGED,
     StudyFolder,
@@ -21,9 +21,9 @@ from moe_parallel.training.signals import EXIT_DIVERGED
 from tests.analysis.study_folder import SHARED, make_study
 
 
-def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[StudyManifest, SharedFile]:
+def asked(words, seeds=(1, 2), **shared) -> tuple[StudyManifest, SharedFile]:
     file = SharedFile.from_raw({**SHARED, **shared})
-    chosen = choose_contenders(words, file, parse_overrides(overrides))
+    chosen = choose_contenders(words, file)
     of_each = {c.name: list(seeds) for c in chosen}
     return StudyManifest({c.name: c for c in chosen}, of_each, 1, 2, {}), file
 
@@ -78,17 +78,17 @@ def test_systems_and_seeds_may_be_added(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "overrides", "shared", "message"),
+    ("words", "shared", "message"),
     [
-        (["topk"], ["topk:lr=0.5"], {}, "a study of topk with --lr 0.0003, and now it is 0.5"),
-        (["topk=aoe"], [], {}, "a study of topk = 'topk', and now it is 'aoe'"),
+        (["topk"], {"topk:lr": 0.5}, "a study of topk with --lr 0.0003, and now it is 0.5"),
+        (["topk=aoe"], {}, "a study of topk = 'topk', and now it is 'aoe'"),
         # A cell of a contender that this command does not train.
-        (["dense"], [], {"moe_aux_loss_coeff": 0.5}, "topk with --moe-aux-loss-coeff 0.01"),
+        (["dense"], {"moe_aux_loss_coeff": 0.5}, "topk with --moe-aux-loss-coeff 0.01"),
     ],
 )
-def test_another_study_in_the_folder_is_refused(tmp_path, words, overrides, shared, message):
+def test_another_study_in_the_folder_is_refused(tmp_path, words, shared, message):
     earlier = make_study(tmp_path / "study", ["topk"]).manifest()
-    now, file = asked(words, overrides=overrides, **shared)
+    now, file = asked(words, **shared)
     with pytest.raises(InputError, match=message):
         now.joined_to(earlier, file)
     with pytest.raises(InputError, match="a study of processes 1, and now it is 2"):
@@ -138,12 +138,12 @@ def test_the_further_run_extends_an_edge_or_refines_the_middle(
 
 def test_the_grid_is_around_the_contenders_own_rate_and_scales_the_whole_schedule():
     file = SharedFile.from_raw({**SHARED, "lr": 3e-3, "min_lr": 1e-4, "aoe:lr": 1e-3})
-    topk, aoe = choose_contenders(["topk", "aoe"], file, {})
+    topk, aoe = choose_contenders(["topk", "aoe"], file)
     factors = (1 / 3, 1.0, 3.0)
     assert grid_of(topk, factors) == (0.001, 0.003, 0.009)
     assert grid_of(aoe, factors) == (0.0003333, 0.001, 0.003)
     assert lr_options(topk, 0.009) == {"lr": 0.009, "min_lr": 0.0003}
-    (still,) = choose_contenders(["topk"], SharedFile.from_raw({**SHARED, "lr": 0}), {})
+    (still,) = choose_contenders(["topk"], SharedFile.from_raw({**SHARED, "lr": 0}))
     with pytest.raises(InputError, match="topk: --lr is 0"):
         grid_of(still, factors)
 

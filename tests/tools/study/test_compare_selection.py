@@ -129,7 +129,7 @@ def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
     (message,) = capsys.readouterr().err.splitlines()
     assert message == (
         "compare_selection.py: wide has 1,011 parameters and topk 1,000, 1.1% apart: give them "
-        "equal sizes (--override), or --allow-unequal"
+        "equal sizes, or --allow-unequal"
     )
     assert compare(tool, tmp_path, runs, *line, "--allow-unequal") == 0
     assert len(runs.ran) == 3
@@ -155,6 +155,7 @@ def test_active_parameters_where_training_decides_the_experts_per_token(tool, tm
             "--seeds: 0 is not a whole number of at least 1",
         ),
         *((["--selections", "topk", f"--part={p}"], {}, p) for p in ("3/3", "1", "-1/3", "0/0")),
+        (["--selections", "topk", "--override", "topk:lr=1"], {}, "--override: options of one"),
         (["--selections", "topk", "--seed", "1"], {}, "--seed is not a flag of this program"),
         ([], {}, "--selections is not set: name systems, or give the section study"),
         (["--selections", "topk"], {"study": {"margin": -1}}, "study: margin is -1"),
@@ -182,7 +183,7 @@ def test_wrong_input_is_one_line_and_code_2(
 def test_the_example_takes_every_system(tool):
     """Totals are counted by hand: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
-    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file, {})}
+    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file)}
     for contender in chosen.values():
         sys.modules["study_plan"].check_trainable(contender, 1)
     assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}

@@ -189,7 +189,7 @@ def test_the_study_that_was_run_is_valid_and_sees_eight_tokens_a_parameter(tool)
 
     raw = read_yaml(ROOT / "examples" / "studies" / "selections_short.yaml")
     design = StudyDesign.from_raw(raw.pop("study"))
-    chosen = choose_contenders(design.selections, SharedFile.from_raw(raw), {})
+    chosen = choose_contenders(design.selections, SharedFile.from_raw(raw))
     for contender in chosen:
         study_plan.check_trainable(contender, 1)
         grid_of(contender, design.lr_grid)
