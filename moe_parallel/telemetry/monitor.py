@@ -1,7 +1,7 @@
-"""Instruments of the machine: what psutil reads of the host, and NVML of a GPU.
+"""What NVML reads of a GPU: its use, memory and power, and why it lowers its clocks.
 
-A background thread reads the gauges of a rank, so that no step waits for them. Each reading is a
-dict from the names in QUANTITIES to numbers; what a machine does not support is missing.
+A background thread reads the gauge of a rank, so that no step waits for it. Each reading is a dict
+from the names in QUANTITIES to numbers; what a GPU does not support is missing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import fmean
-from typing import Any, Protocol
-
-import psutil  # type: ignore[import-untyped]
+from typing import Any
 
 from moe_parallel.collective_errors import exchange
 from moe_parallel.optional import import_optional
@@ -29,11 +27,6 @@ SLOWDOWNS = {
 
 #: What is read, and how the values of ranks combine.
 QUANTITIES: dict[str, Callable[[list[float]], float]] = {
-    "process_cpu_percent": fmean,  # of one core: 200 is two cores
-    "process_memory_bytes": max,  # resident
-    "host_cpu_percent": fmean,  # of all cores
-    "host_memory_percent": max,  # in use
-    "host_load": max,  # runnable processes, mean of a minute
     "gpu_percent": fmean,  # share of the time in which a kernel ran
     "gpu_memory_bytes": max,  # in use, of all processes
     "gpu_watts": sum,
@@ -46,31 +39,8 @@ ENERGY = "gpu_joules"
 Reading = dict[str, float]
 
 
-class Gauge(Protocol):
-    """Reads some quantities. Only one thread calls it."""
-
-    def read(self) -> Reading: ...
-
-
-class HostGauge:
-    """This process and its host, by psutil."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self.read()  # shares of the CPU are counted from one call to the next
-
-    def read(self) -> Reading:
-        return {
-            "process_cpu_percent": self._process.cpu_percent(),
-            "process_memory_bytes": self._process.memory_info().rss,
-            "host_cpu_percent": psutil.cpu_percent(),
-            "host_memory_percent": psutil.virtual_memory().percent,
-            "host_load": psutil.getloadavg()[0],
-        }
-
-
 class GpuGauge:
-    """One GPU, by NVML. It is found by its UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for torch."""
+    """One GPU. It is found by its UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for torch."""
 
     def __init__(self, uuid: str) -> None:
         """`uuid`: such as GPU-12345678-...
@@ -105,11 +75,11 @@ class GpuGauge:
 
 
 class Monitor:
-    """Reads gauges every few seconds while it is open, and averages the readings on request."""
+    """Reads a gauge every few seconds while it is open, and averages the readings on request."""
 
-    def __init__(self, gauges: Sequence[Gauge], seconds: float) -> None:
-        """`seconds`: between two readings. Without gauges there is no thread."""
-        self._gauges = gauges
+    def __init__(self, gauge: GpuGauge | None, seconds: float) -> None:
+        """`seconds`: between two readings. Without a gauge there is no thread."""
+        self._gauge = gauge
         self._seconds = seconds
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -119,24 +89,24 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name="machine-monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
-        if self._gauges:
+        if self._gauge is not None:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._closing.set()
-        if self._gauges and kind is None:  # a failed run leaves at once
+        if self._gauge is not None and kind is None:  # a failed run leaves at once
             self._thread.join()
 
     def read(self) -> None:
-        """Read all gauges once."""
-        readings = [gauge.read() for gauge in self._gauges]
+        """Read the gauge once."""
+        assert self._gauge is not None
+        reading = self._gauge.read()
         with self._lock:
-            for name, value in (item for reading in readings for item in reading.items()):
-                if name == ENERGY:
-                    self._energy = [*self._energy[:1], (time.monotonic(), value)]
-                else:
-                    self._readings.setdefault(name, []).append(value)
+            if ENERGY in reading:
+                self._energy = [*self._energy[:1], (time.monotonic(), reading.pop(ENERGY))]
+            for name, value in reading.items():
+                self._readings.setdefault(name, []).append(value)
 
     def take(self) -> Reading:
         """The mean of each quantity over the readings since the last call; {} without a reading.

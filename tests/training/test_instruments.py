@@ -74,8 +74,7 @@ def test_the_rates_of_a_run(tmp_path: Path, system: dict[str, Any]) -> None:
         rate = flops * record["tokens_per_second"] / 2 / 1e12
         assert record["machine"]["tflops_per_device"] == pytest.approx(rate)
         assert record["machine"]["mfu"] == pytest.approx(rate / PEAK)
-        assert "joules_per_token" not in record["machine"]
-    assert any("host_memory_percent" in record["machine"] for record in records)
+        assert set(record["machine"]) == {"tflops_per_device", "mfu"}
     assert " tokens/s | MFU " in output
     assert imported == [False, False]  # there is no GPU
 
