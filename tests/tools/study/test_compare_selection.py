@@ -185,7 +185,7 @@ def test_the_example_takes_every_system(tool):
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
     chosen = {c.name: c for c in choose_contenders(SYSTEMS, file)}
     for contender in chosen.values():
-        sys.modules["study_plan"].check_trainable(contender, 1)
+        tool.check_trainable(contender, 1)
     assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}
     d, ffn, low, wide = 128, 256, 32, chosen["aoe"].config.expert_width
     swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide

@@ -144,13 +144,11 @@ def test_a_signal_stops_all_jobs(tool, tmp_path, capsys):
 
 
 def test_equal_flops_are_fitted_before_training(tool, tmp_path, monkeypatch, capsys):
-    import study_plan
-
     def count(contender: Any, experts_per_token: float | None = None) -> dict[str, int]:
         flops = {"topk": 100, "aoe": 125}[contender.name]
         return {"total": 1000, "active": 1, "active_compute": 1, "flops_per_token": flops}
 
-    monkeypatch.setattr(study_plan, "count_parameters", count)
+    monkeypatch.setattr(tool, "count_parameters", count)
     runs = FakeRuns(by_rate)
     assert compare(tool, tmp_path, runs, "--equal", "flops", **OPTIONS) == 0
     assert {c.training.train_iters for c in runs.configs[::2]} == {40}
@@ -185,13 +183,11 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
 
 def test_the_study_that_was_run_is_valid_and_sees_eight_tokens_a_parameter(tool):
     """Parameters of topk: the embedding; per layer two norms, attention, router and experts."""
-    import study_plan
-
     raw = read_yaml(ROOT / "examples" / "studies" / "selections_short.yaml")
     design = StudyDesign.from_raw(raw.pop("study"))
     chosen = choose_contenders(design.selections, SharedFile.from_raw(raw))
     for contender in chosen:
-        study_plan.check_trainable(contender, 1)
+        tool.check_trainable(contender, 1)
         grid_of(contender, design.lr_grid)
     d, config = 64, chosen[0].config
     experts = config.num_experts * 3 * d * config.expert_width
