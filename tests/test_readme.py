@@ -44,4 +44,4 @@ def test_from_a_folder_of_text_to_a_report(tmp_path: Path) -> None:
     assert generated.startswith("Once upon a time") and len(generated) > 40
     assert (tmp_path / "runs/my/analysis/selections.parquet").is_file()
     assert "report.html" in report
-    assert '"my_text_document"' in (tmp_path / "report.html").read_text()
+    assert '"my_text_document"' in (tmp_path / "runs/my/report.html").read_text()

@@ -7,7 +7,7 @@ FOLDER/NAME.parquet          tables:
                              dropped (choices)
     pairs                    layer, expert, other, tokens that use both; expert <= other
     specialization           layer (null: mean over layers), mutual_information, by_chance (nats), p
-    vocabulary               token, text, occurrences, experts_per_token, as_word (occurrences)
+    vocabulary               token, text, occurrences, experts_per_token, the most experts first
 FOLDER/selections.parquet    a row for each token and layer: text, sample, position, token, layer,
                              experts and weights (the best first), dropped, entropy (nats)
 FOLDER/view.parquet          the first tokens of each text, to be read: text, sample, position,
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,50 +47,6 @@ ROWS_OF_A_GROUP = 500_000  # collected before they are written, which bounds the
 _MOST_BYTES = 1 << 30  # of a table that is read
 
 TableColumns = dict[str, Any]
-
-
-class Vocabulary:
-    """Counts of the items of a vocabulary. `pieces_V`: the text of each item by itself.
-
-    Huang et al. 2024, section 5.2 and Table 4, list the items with the most and the fewest experts,
-    and count the complete words among them by hand. Here an occurrence is a complete word if it
-    consists of letters, after at most one space, and the text goes on after it without a letter or
-    digit and came to it without one.
-    """
-
-    def __init__(self, pieces_V: Sequence[str]) -> None:
-        self.pieces_V = pieces_V
-        size = len(pieces_V)
-        self.tokens_V = np.zeros(size, dtype=np.int64)
-        self.words_V = np.zeros(size, dtype=np.int64)  # occurrences as a complete word
-        self.experts_V = np.zeros(size)  # summed over occurrences, mean over layers
-        self._spaced_V = np.array([piece[:1].isspace() for piece in pieces_V], dtype=bool)
-        self._letters_V = np.array([p.removeprefix(" ").isalpha() for p in pieces_V], dtype=bool)
-        self._begins_V = np.array([piece[:1].isalnum() for piece in pieces_V], dtype=bool)
-        self._ends_V = np.array([piece[-1:].isalnum() for piece in pieces_V], dtype=bool)
-
-    def add(self, token_T: np.ndarray, sample_T: np.ndarray, experts_T: np.ndarray) -> None:
-        """Add tokens in the order of their text. `experts_T`: of each token, mean over layers."""
-        size = len(self.pieces_V)
-        self.tokens_V += np.bincount(token_T, minlength=size)
-        self.words_V += np.bincount(token_T[self._complete(token_T, sample_T)], minlength=size)
-        self.experts_V += np.bincount(token_T, weights=experts_T, minlength=size)
-
-    def _complete(self, token_T: np.ndarray, sample_T: np.ndarray) -> np.ndarray:
-        """bool [T]. The ends of a sequence count as ends of words."""
-        if not len(token_T):
-            return np.zeros(0, dtype=bool)
-        joined_T = np.append(False, sample_T[1:] == sample_T[:-1])  # to the token before
-        after_letter_T = joined_T & np.append(False, self._ends_V[token_T[:-1]])
-        begins_T = self._spaced_V[token_T] | ~after_letter_T
-        before_letter_T = np.append(joined_T[1:] & self._begins_V[token_T[1:]], False)
-        return self._letters_V[token_T] & begins_T & ~before_letter_T
-
-    def ranked(self) -> np.ndarray:
-        """The items that occur, most experts first."""
-        items = np.flatnonzero(self.tokens_V)
-        means = self.experts_V[items] / self.tokens_V[items]
-        return items[np.lexsort((items, -means))]
 
 
 class Blocks:
@@ -207,22 +163,21 @@ class TextTotals:
         return sums_G / max(1, self.tokens)
 
 
-@dataclass
 class AnalysisTotals:
     """All totals of an analysis. Their size does not grow with the tokens.
 
-    `pairs_GEE[g, i, j]`: tokens that use both experts i and j of a layer; i = j: that use i.
+    `pieces_V`: the text of each item of the vocabulary by itself. `tokens_V`, `experts_V`: its
+    occurrences, and the experts of these together, mean over layers. `pairs_GEE[g, i, j]`: tokens
+    that use both experts i and j of a layer; i = j: that use i.
     """
 
-    layers: Sequence[int]
-    num_experts: int
-    vocabulary: Vocabulary
-    texts: dict[str, TextTotals] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        layers, experts = len(self.layers), self.num_experts
-        self.pairs_GEE = np.zeros((layers, experts, experts), dtype=np.int64)
-        self.blocks = Blocks(layers, experts)
+    def __init__(self, layers: Sequence[int], num_experts: int, pieces_V: Sequence[str]) -> None:
+        self.layers, self.num_experts, self.pieces_V = layers, num_experts, pieces_V
+        self.texts: dict[str, TextTotals] = {}
+        self.tokens_V = np.zeros(len(pieces_V), dtype=np.int64)
+        self.experts_V = np.zeros(len(pieces_V))
+        self.pairs_GEE = np.zeros((len(layers), num_experts, num_experts), dtype=np.int64)
+        self.blocks = Blocks(len(layers), num_experts)
 
     @property
     def tokens(self) -> int:
@@ -254,7 +209,9 @@ class AnalysisTotals:
                 shares_GE = np.stack(shares) if shares else np.zeros((0, experts))
                 totals.shares_GE += shares_GE
                 self.blocks.add(selections.text, int(selections.sample_T[rows_N[0]]), shares_GE)
-        self.vocabulary.add(selections.token_T, selections.sample_T, used_T / max(1, layers))
+        size, token_T = len(self.pieces_V), selections.token_T
+        self.tokens_V += np.bincount(token_T, minlength=size)
+        self.experts_V += np.bincount(token_T, weights=used_T / max(1, layers), minlength=size)
 
 
 def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[str, TableColumns]:
@@ -262,8 +219,10 @@ def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[s
     layers, experts = np.array(totals.layers, dtype=np.int16), totals.num_experts
     texts, names = list(totals.texts.values()), list(totals.texts)
     one_N, other_N = np.triu_indices(experts)
-    vocabulary = totals.vocabulary
-    items = vocabulary.ranked()
+    items = np.flatnonzero(totals.tokens_V)
+    means = totals.experts_V[items] / totals.tokens_V[items]
+    ranked = np.lexsort((items, -means))
+    items, means = items[ranked], means[ranked]
 
     def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts) if parts else np.zeros(0)
@@ -297,10 +256,9 @@ def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[s
         },
         "vocabulary": {
             "token": items,
-            "text": [vocabulary.pieces_V[item] for item in items],
-            "occurrences": vocabulary.tokens_V[items],
-            "experts_per_token": vocabulary.experts_V[items] / vocabulary.tokens_V[items],
-            "as_word": vocabulary.words_V[items],
+            "text": [totals.pieces_V[item] for item in items.tolist()],
+            "occurrences": totals.tokens_V[items],
+            "experts_per_token": means,
         },
     }
 

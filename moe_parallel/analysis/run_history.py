@@ -37,6 +37,7 @@ class RoutingHistory:
     tokens_dropped_RG: np.ndarray
     ent_load_RG: np.ndarray
     ent_conf_RG: np.ndarray
+    other_RG: dict[str, np.ndarray]  # experts_per_token and utilisation, if all records have them
     has_norms: bool
 
     @property
@@ -223,5 +224,10 @@ def _routing(records: list[MetricsLine]) -> RoutingHistory | None:
         tokens_dropped_RG=array("tokens_dropped"),
         ent_load_RG=array("ent_load"),
         ent_conf_RG=array("ent_conf"),
+        other_RG={
+            name: array(name)
+            for name in ("experts_per_token", "utilisation")
+            if all(name in layer for r in routed for layer in r["layers"])
+        },
         has_norms="norm_per_expert" in routed[-1]["layers"][0],
     )

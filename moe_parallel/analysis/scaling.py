@@ -11,7 +11,7 @@ import csv
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ _REMEDY = ": restore it, or move its folder away"
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """One run: a number of nodes and the options of its training."""
+    """One run: a number of nodes and the options of its training; and its folder."""
 
+    study: Path
     nodes: int
     ranks: int
     varied: Mapping[str, Any]  # values of --vary by option name
     options: Mapping[str, Any]  # raw values by option name
 
     @property
-    def name(self) -> str:
-        return "_".join(f"{name}={value}" for name, value in self.factors.items())
-
-    @property
     def factors(self) -> Mapping[str, Any]:
         """What cells differ in: the number of nodes and the varied flags."""
         return {NODES_AXIS: self.nodes, **self.varied}
+
+    @property
+    def name(self) -> str:
+        return "_".join(f"{name}={value}" for name, value in self.factors.items())
 
     def line(self, axis: str) -> str:
         """The cell without its value on the axis, in words."""
@@ -72,6 +73,66 @@ class ScalingCell:
             return str(error)
         return None
 
+    @property
+    def folder(self) -> Path:
+        return self.study / self.name
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "cell.yaml"
+
+    @property
+    def job_file(self) -> Path:
+        return self.folder / "job"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "job.out"
+
+    def write(self) -> None:
+        """Write the cell. Raises InputError if the folder has another cell of this name."""
+        names = ("nodes", "ranks", "varied", "options")
+        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
+        file = self.folder / "cell.json"
+        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
+            raise InputError(
+                f"{self.folder} holds a run with other options: name another folder for this study"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        options = {name.replace("_", "-"): value for name, value in self.options.items()}
+        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
+
+    @property
+    def history(self) -> RunHistory | None:
+        """The history of the run. None: it has no record yet."""
+        file = self.run / METRICS_FILE
+        records = read_metrics(file) if file.exists() else []
+        return RunHistory.from_records(records) if records else None
+
+    @property
+    def is_finished(self) -> bool:
+        history, last = self.history, self.config.training.train_iters
+        return history is not None and last is not None and history.last_iteration >= last
+
+    def state(self, queue: Collection[str]) -> str:
+        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
+        if self.job_file.exists() and read_word(self.job_file) in queue:
+            return QUEUED
+        if self.is_finished:
+            return FINISHED
+        return FAILED if self.job_file.exists() else NEW
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output of the cell's jobs."""
+        said = read_end(self.output).split("\n") if self.output.exists() else []
+        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
+
 
 def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
     """`name=1,2` as {option name: values}. Raises InputError."""
@@ -94,6 +155,7 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def cells(
+    study: Path,
     options: Mapping[str, Any],
     nodes: Sequence[int],
     varied: Mapping[str, Sequence[Any]],
@@ -117,238 +179,126 @@ def cells(
             if not isinstance(batch, int):
                 raise InputError("--weak: --config has no global-batch-size: give one node's")
             its_own["global_batch_size"] = batch * count
-        yield ScalingCell(count, count * ranks_per_node, chosen, its_own)
+        yield ScalingCell(study, count, count * ranks_per_node, chosen, its_own)
 
 
-@dataclass(frozen=True)
-class CellFolder:
-    """The folder of a cell, with its configuration and its run."""
-
-    path: Path
-    cell: ScalingCell
-
-    @staticmethod
-    def of(study: Path, cell: ScalingCell) -> CellFolder:
-        return CellFolder(study / cell.name, cell)
-
-    @staticmethod
-    def read_all(study: Path) -> list[CellFolder]:
-        """The cells that were ever written, by number of nodes."""
-        found = []
-        for file in study.glob("*/cell.json"):
-            try:
-                found.append(CellFolder(file.parent, ScalingCell(**read_json(file, _REMEDY))))
-            except TypeError:
-                raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
-        return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "cell.yaml"
-
-    @property
-    def job_file(self) -> Path:
-        return self.path / "job"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "job.out"
-
-    def write(self) -> None:
-        """Write the cell. Raises InputError if the folder has another cell of this name."""
-        text = json.dumps(asdict(self.cell), indent=1)
-        file = self.path / "cell.json"
-        if file.exists() and read_json(file, _REMEDY) != json.loads(text):
-            raise InputError(
-                f"{self.path} holds a run with other options: name another folder for this study"
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        options = {name.replace("_", "-"): value for name, value in self.cell.options.items()}
-        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
-
-    @property
-    def history(self) -> RunHistory | None:
-        """The history of the run. None: it has no record yet."""
-        file = self.run / METRICS_FILE
-        records = read_metrics(file) if file.exists() else []
-        return RunHistory.from_records(records) if records else None
-
-    @property
-    def is_finished(self) -> bool:
-        history, last = self.history, self.cell.config.training.train_iters
-        return history is not None and last is not None and history.last_iteration >= last
-
-    def state(self, queue: Collection[str]) -> str:
-        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
-        if self.job_file.exists() and read_word(self.job_file) in queue:
-            return QUEUED
-        if self.is_finished:
-            return FINISHED
-        return FAILED if self.job_file.exists() else NEW
-
-    @property
-    def last_line(self) -> str:
-        """The last line of the output of the cell's jobs."""
-        said = read_end(self.output).split("\n") if self.output.exists() else []
-        return next((line.strip() for line in reversed(said) if line.strip()), "no output")
+def read_cells(study: Path) -> list[ScalingCell]:
+    """The cells that were ever written, by number of nodes."""
+    found = []
+    for file in study.glob("*/cell.json"):
+        try:
+            found.append(ScalingCell(study, **read_json(file, _REMEDY)))
+        except TypeError:
+            raise InputError(f"{file} is not a cell of a study{_REMEDY}") from None
+    return sorted(found, key=lambda cell: (cell.nodes, cell.name))
 
 
-@dataclass(frozen=True)
-class Measures:
-    """Means over the logged steps after the warm-up, in seconds a step and tokens a second."""
+def measures(history: RunHistory, tokens_per_step: int, warm_up: int) -> dict[str, float | None]:
+    """Means over the logged steps after the warm-up: the columns of the report.
 
-    tokens_per_second: float
-    step_seconds: float
-    phases: dict[str, float]  # compute, data, dispatch, pipeline, reduce, rest: means over ranks
-    # Between two steps, where there are several: saves; then evaluations, log lines and, of runs
-    # whose records have no save_seconds, saves.
-    save_seconds: float | None
-    between_seconds: float | None
+    tokens_per_second, step_seconds; compute, data, dispatch, pipeline, reduce and rest of a step,
+    means over ranks; and, for each step, the time between two, where there are several: save for
+    checkpoints, between for evaluations and log lines.
 
-    @staticmethod
-    def of(history: RunHistory, tokens_per_step: int, warm_up: int) -> Measures:
-        """The measures of a run. Raises InputError if no step is left after the warm-up."""
-
-        def counts(record: MetricsLine) -> bool:
-            return record["iteration"] > warm_up and "ranks" in record
-
-        def step_of(records: Sequence[MetricsLine]) -> float:
-            return float(np.mean([tokens_per_step / each["tokens_per_second"] for each in records]))
-
-        def mean(name: str) -> float:
-            return float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
-
-        processes = [list(filter(counts, of_process)) for of_process in history.processes]
-        kept = list(itertools.chain(*processes))
-        if not kept:
-            raise InputError(
-                f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
-            )
-        step, phases = step_of(kept), {"compute": mean("own")}
-        if all("data_seconds" in each["ranks"] for each in kept):  # those of older runs have none
-            phases["data"] = mean("data")
-            phases["compute"] -= phases["data"]
-        phases |= {name: mean(name) for name in ("dispatch", "pipeline", "reduce")}
-        # `own` is a median of the steps of a log line: the rest may be a little below zero.
-        phases["rest"] = step - sum(phases.values())
-
-        number, elapsed, save, between = 0, 0.0, None, None
-        later: list[MetricsLine] = []
-        for records in filter(None, processes):  # the steps of the first record precede its time
-            number += records[-1]["iteration"] - records[0]["iteration"]
-            elapsed += records[-1]["elapsed_seconds"] - records[0]["elapsed_seconds"]
-            later += records[1:]
-        if number:
-            between = elapsed / number - step_of(later)
-            if all("save_seconds" in record for record in kept):
-                save = sum(record["save_seconds"] for record in later) / number
-                between -= save
-        return Measures(tokens_per_step / step, step, phases, save, between)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A finished cell."""
-
-    cell: ScalingCell
-    axis: str
-    measures: Measures
-    efficiency: float  # tokens a second and node, over those of the first cell of its line
-    planned: float | None  # tokens a second
-    no_plan: str | None  # the reason
-
-    @property
-    def plan_error(self) -> float | None:
-        """Planned over measured tokens a second, minus 1."""
-        return None if self.planned is None else self.planned / self.measures.tokens_per_second - 1
-
-    @property
-    def values(self) -> dict[str, object]:
-        """The columns of the CSV."""
-
-        def rounded(value: float | None, places: int) -> float | None:
-            return None if value is None else round(value, places)
-
-        return {
-            "nodes": self.cell.nodes,
-            "ranks": self.cell.ranks,
-            **self.cell.varied,
-            "global_batch_size": self.cell.config.training.global_batch_size,
-            "tokens_per_second": rounded(self.measures.tokens_per_second, 2),
-            "efficiency": rounded(self.efficiency, 4),
-            "step_seconds": rounded(self.measures.step_seconds, 6),
-            **{f"{name}_seconds": round(s, 6) for name, s in self.measures.phases.items()},
-            "save_seconds": rounded(self.measures.save_seconds, 6),
-            "between_seconds": rounded(self.measures.between_seconds, 6),
-            "planned_tokens_per_second": rounded(self.planned, 2),
-            "plan_error": rounded(self.plan_error, 4),
-            "axis": self.axis,
-        }
-
-
-def axis_of(cells: Sequence[ScalingCell], named: str | None) -> str:
-    """The axis of a study's figure: the named one, or else what the study varies.
-
-    Unnamed, it is the nodes if their number differs, otherwise the first flag with several values.
-    Raises InputError if `named` is not a factor of every cell.
+    Raises InputError if no step is left after the warm-up.
     """
+
+    def step_of(records: Sequence[MetricsLine]) -> float:
+        return float(np.mean([tokens_per_step / each["tokens_per_second"] for each in records]))
+
+    processes = [
+        [each for each in of_process if each["iteration"] > warm_up and "ranks" in each]
+        for of_process in history.processes
+    ]
+    kept = list(itertools.chain(*processes))
+    if not kept:
+        raise InputError(
+            f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
+        )
+    step = step_of(kept)
+    parts = {
+        name: float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
+        for name in ("own", "data", "dispatch", "pipeline", "reduce")
+    }
+    parts = {"compute": parts.pop("own") - parts["data"], **parts}
+    # A rank's own time is a median of the steps of a log line: the rest may be a little below zero.
+    parts["rest"] = step - sum(parts.values())
+
+    number, elapsed, save, between = 0, 0.0, None, None
+    later: list[MetricsLine] = []
+    for records in filter(None, processes):  # the steps of the first record precede its time
+        number += records[-1]["iteration"] - records[0]["iteration"]
+        elapsed += records[-1]["elapsed_seconds"] - records[0]["elapsed_seconds"]
+        later += records[1:]
+    if number:
+        save = sum(record["save_seconds"] for record in later) / number
+        between = elapsed / number - step_of(later) - save
+    return {
+        "tokens_per_second": tokens_per_step / step,
+        "step_seconds": step,
+        **{f"{name}_seconds": seconds for name, seconds in parts.items()},
+        "save_seconds": save,
+        "between_seconds": between,
+    }
+
+
+def axis_of(cells: Sequence[ScalingCell]) -> str:
+    """The axis of a study's figure: the nodes if their number differs, otherwise the first flag of
+    all cells that has several values."""
     common = [name for name in cells[0].factors if all(name in cell.factors for cell in cells)]
-    if named is not None:
-        name = named.removeprefix("--").replace("-", "_")
-        if name not in common:
-            raise InputError(f"--over {named}: the cells have {', '.join(common)}")
-        return name
     several = [name for name in common if len({str(cell.factors[name]) for cell in cells}) > 1]
     return (several or [NODES_AXIS])[0]
 
 
 def rows_of(
-    folders: Sequence[CellFolder],
-    warm_up: int,
-    cluster: Cluster | None = None,
-    over: str | None = None,
-) -> list[Row]:
-    """The rows of the finished cells, along the axis.
+    cells: Sequence[ScalingCell], warm_up: int, cluster: Cluster | None = None
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """(the rows of the finished cells along the axis, why cells have no plan by their names).
 
     Args:
         warm_up: the number of first iterations that are left out.
-        cluster: one node to plan on; each cell is planned on as many as it had.
-        over: the axis; None: see `axis_of`.
+        cluster: one node to plan on; each cell is planned on as many as it had. None: no plans.
 
     Raises InputError if no cell is finished.
     """
-    finished = [each for each in folders if each.is_finished]
+    finished = [cell for cell in cells if cell.is_finished]
     if not finished:
         raise InputError("the study has no finished cell yet: nothing to report")
-    axis = axis_of([each.cell for each in finished], over)
-    places = list(dict.fromkeys(each.cell.factors[axis] for each in finished))
+    axis = axis_of(finished)
+    places = list(dict.fromkeys(cell.factors[axis] for cell in finished))
     if all(isinstance(place, int | float) for place in places):
         places.sort()
-    finished.sort(key=lambda each: places.index(each.cell.factors[axis]))
-    rows: list[Row] = []
+    finished.sort(key=lambda cell: places.index(cell.factors[axis]))
+    rows: list[dict[str, Any]] = []
+    reasons: dict[str, str] = {}
     first: dict[str, float] = {}
-    for each in finished:
-        cell, training = each.cell, each.cell.config.training
-        history = each.history
+    for cell in finished:
+        training, history = cell.config.training, cell.history
         assert history is not None  # it is finished
-        measures = Measures.of(history, training.global_batch_size * training.seq_length, warm_up)
-        per_node = measures.tokens_per_second / cell.nodes
-        efficiency = per_node / first.setdefault(cell.line(axis), per_node)
-        plan = _planned(cell, cluster)
-        planned, no_plan = (None, plan) if isinstance(plan, str) else (plan, None)
-        rows.append(Row(cell, axis, measures, efficiency, planned, no_plan))
-    return rows
+        found = measures(history, training.global_batch_size * training.seq_length, warm_up)
+        speed = found.pop("tokens_per_second")
+        assert speed is not None
+        efficiency = speed / cell.nodes / first.setdefault(cell.line(axis), speed / cell.nodes)
+        planned = None if cluster is None else _planned(cell, cluster)
+        if isinstance(planned, str):
+            reasons[cell.name], planned = planned, None
+        rows.append({
+            "nodes": cell.nodes,
+            "ranks": cell.ranks,
+            **cell.varied,
+            "global_batch_size": training.global_batch_size,
+            "tokens_per_second": round(speed, 2),
+            "efficiency": round(efficiency, 4),
+            **{name: None if s is None else round(s, 6) for name, s in found.items()},
+            "planned_tokens_per_second": None if planned is None else round(planned, 2),
+            "plan_error": None if planned is None else round(planned / speed - 1, 4),
+            "axis": axis,
+        })  # fmt: skip
+    return rows, reasons
 
 
-def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
+def _planned(cell: ScalingCell, cluster: Cluster) -> float | str:
     """The plan's tokens a second, or the reason why there is no plan."""
-    if cluster is None:
-        return "--node is not set"
     node = cluster.node
     if node.gpus * cell.nodes != cell.ranks:
         has = f"{counted(cell.ranks, 'rank')} on {counted(cell.nodes, 'node')}"
@@ -364,14 +314,14 @@ def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
 
 
 def write_scaling_report(
-    rows: Sequence[Row], folder: Path, command: Sequence[str] = ()
+    rows: Sequence[Mapping[str, Any]], folder: Path, command: Sequence[str] = ()
 ) -> list[Path]:
     """Write scaling.csv and its page, scaling.html; the files. `command`: that made them."""
     table, page = folder / "scaling.csv", folder / "scaling.html"
     with table.open("w", newline="") as file:
-        columns = list(dict.fromkeys(name for row in rows for name in row.values))
+        columns = list(dict.fromkeys(name for row in rows for name in row))
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row.values for row in rows)
+        writer.writerows(rows)
     page.write_text(report_of([folder], command=command), encoding="utf-8")
     return [table, page]

@@ -150,8 +150,8 @@ class LoggingConfig(Section):
     )
     machine_sample_seconds: float | None = option(
         5.0,
-        "seconds between two readings of the GPU and the host by a thread in the background "
-        "(use, memory, clocks, power); none: off",
+        "seconds between two readings of the GPU by a thread in the background (use, memory, "
+        "power, lowered clocks); none: off",
         above=0,
     )
     peak_tflops: float | None = option(

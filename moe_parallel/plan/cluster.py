@@ -120,8 +120,8 @@ def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
 def one_node(text: str, flag: str = "--node") -> Cluster:
     """A known kind of node by its name, or the node that a JSON file describes.
 
-    The file has the fields of `Node` and, under `efficiency`, those of `Efficiency`, as
-    tools/study/measure_node.py writes it. Raises InputError.
+    The file has the fields of `Node` and, under `efficiency`, those of `Efficiency`. Raises
+    InputError.
     """
     if text in NODES:
         return Cluster(NODES[text], 1)

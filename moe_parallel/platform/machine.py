@@ -29,13 +29,6 @@ def software(root: Path) -> dict[str, str]:
     return versions | ({"commit": commit} if commit else {})
 
 
-def busy_seconds() -> float:
-    """The CPU time in seconds that the machine has worked since it started, over all cores."""
-    times = psutil.cpu_times()._asdict()
-    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user and nice
-    return float(sum(seconds for name, seconds in times.items() if name not in idle))
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

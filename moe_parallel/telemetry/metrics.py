@@ -5,7 +5,7 @@ peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident o
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train),
 save_seconds (for which rank 0 stood still for checkpoints since the line before), `ranks` (the
 times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.summaries()`,
-`machine`: {tflops_per_device, mfu, joules_per_token, and the QUANTITIES of gauges.py}, in which
+`machine`: {tflops_per_device, mfu, joules_per_token, and the QUANTITIES of monitor.py}, in which
 what is not known is missing, and with expert parallelism `rank_load` (`rank_load.rank_load`).
 Evaluations have `validation`: {domain: {loss, bits_per_byte, layers}}, where `layers` has the
 routing statistics of that domain's text. With --eval-first-part, or if the system routes segments,

@@ -1,7 +1,7 @@
-"""Instruments of the machine: what psutil reads of the host, and NVML of a GPU.
+"""What NVML reads of a GPU: its use, memory and power, and why it lowers its clocks.
 
-A background thread reads the gauges of a rank, so that no step waits for them. Each reading is a
-dict from the names in QUANTITIES to numbers; what a machine does not support is missing.
+A background thread reads the gauge of a rank, so that no step waits for it. Each reading is a dict
+from the names in QUANTITIES to numbers; what a GPU does not support is missing.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Protocol
-
-import psutil  # type: ignore[import-untyped]
+from typing import Any
 
 from moe_parallel.collective_errors import exchange
 from moe_parallel.optional import import_optional
@@ -30,16 +27,8 @@ SLOWDOWNS = {
 
 #: What is read, and how the values of ranks combine.
 QUANTITIES: dict[str, Callable[[list[float]], float]] = {
-    "process_cpu_percent": fmean,  # of one core: 200 is two cores
-    "process_memory_bytes": max,  # resident
-    "host_cpu_percent": fmean,  # of all cores
-    "host_memory_percent": max,  # in use
-    "host_load": max,  # runnable processes, mean of a minute
     "gpu_percent": fmean,  # share of the time in which a kernel ran
     "gpu_memory_bytes": max,  # in use, of all processes
-    "gpu_clock_mhz": min,  # of the multiprocessors
-    "gpu_memory_clock_mhz": min,
-    "gpu_celsius": max,
     "gpu_watts": sum,
     **{f"gpu_slowed_{reason}": max for reason in SLOWDOWNS.values()},  # share of readings
 }
@@ -50,31 +39,8 @@ ENERGY = "gpu_joules"
 Reading = dict[str, float]
 
 
-class Gauge(Protocol):
-    """Reads some quantities. Only one thread calls it."""
-
-    def read(self) -> Reading: ...
-
-
-class HostGauge:
-    """This process and its host, by psutil."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self.read()  # shares of the CPU are counted from one call to the next
-
-    def read(self) -> Reading:
-        return {
-            "process_cpu_percent": self._process.cpu_percent(),
-            "process_memory_bytes": self._process.memory_info().rss,
-            "host_cpu_percent": psutil.cpu_percent(),
-            "host_memory_percent": psutil.virtual_memory().percent,
-            "host_load": psutil.getloadavg()[0],
-        }
-
-
 class GpuGauge:
-    """One GPU, by NVML. It is found by its UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for torch."""
+    """One GPU. It is found by its UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for torch."""
 
     def __init__(self, uuid: str) -> None:
         """`uuid`: such as GPU-12345678-...
@@ -92,20 +58,15 @@ class GpuGauge:
 
     def read(self) -> Reading:
         nvml, gpu, reading = self._nvml, self._gpu, Reading()
-
-        def add(name: str, query: Callable[..., Any], *words: int, unit: float = 1) -> None:
+        queries: dict[str, Callable[[], Any]] = {
+            "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "gpu_memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            "gpu_watts": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,  # milliwatts
+            ENERGY: lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,  # millijoules
+        }
+        for name, query in queries.items():
             with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
-                reading[name] = query(gpu, *words) * unit
-
-        with contextlib.suppress(nvml.NVMLError):
-            reading["gpu_percent"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-        with contextlib.suppress(nvml.NVMLError):
-            reading["gpu_memory_bytes"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used
-        add("gpu_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
-        add("gpu_memory_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM)
-        add("gpu_celsius", nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
-        add("gpu_watts", nvml.nvmlDeviceGetPowerUsage, unit=1e-3)  # milliwatts
-        add(ENERGY, nvml.nvmlDeviceGetTotalEnergyConsumption, unit=1e-3)  # millijoules
+                reading[name] = query()
         with contextlib.suppress(nvml.NVMLError):
             reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
             for bit, reason in SLOWDOWNS.items():
@@ -114,45 +75,38 @@ class GpuGauge:
 
 
 class Monitor:
-    """Reads gauges every few seconds while it is open, and averages the readings on request."""
+    """Reads a gauge every few seconds while it is open, and averages the readings on request."""
 
-    def __init__(self, gauges: Sequence[Gauge], seconds: float) -> None:
-        """`seconds`: between two readings. Without gauges there is no thread."""
-        self._gauges = gauges
+    def __init__(self, gauge: GpuGauge | None, seconds: float) -> None:
+        """`seconds`: between two readings. Without a gauge there is no thread."""
+        self._gauge = gauge
         self._seconds = seconds
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._sums: Reading = {}
-        self._counts: dict[str, int] = {}
+        self._readings: dict[str, list[float]] = {}
         # The counter of energy in joules with its time, at the first and at the latest reading.
         self._energy: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._watch, name="machine-monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
-        if self._gauges:
+        if self._gauge is not None:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._closing.set()
-        if self._gauges and kind is None:  # a failed run leaves at once
+        if self._gauge is not None and kind is None:  # a failed run leaves at once
             self._thread.join()
 
     def read(self) -> None:
-        """Read all gauges once."""
-        readings = [gauge.read() for gauge in self._gauges]
+        """Read the gauge once."""
+        assert self._gauge is not None
+        reading = self._gauge.read()
         with self._lock:
-            for name, value in (item for reading in readings for item in reading.items()):
-                if name == ENERGY:
-                    self._energy = [*self._energy[:1], (time.monotonic(), value)]
-                else:
-                    self._sums[name] = self._sums.get(name, 0.0) + value
-                    self._counts[name] = self._counts.get(name, 0) + 1
+            if ENERGY in reading:
+                self._energy = [*self._energy[:1], (time.monotonic(), reading.pop(ENERGY))]
+            for name, value in reading.items():
+                self._readings.setdefault(name, []).append(value)
 
     def take(self) -> Reading:
         """The mean of each quantity over the readings since the last call; {} without a reading.
@@ -160,8 +114,8 @@ class Monitor:
         Where there is a counter of energy, gpu_watts is its change over the time between.
         """
         with self._lock:
-            means = {name: total / self._counts[name] for name, total in self._sums.items()}
-            self._sums, self._counts = {}, {}
+            means = {name: fmean(values) for name, values in self._readings.items()}
+            self._readings = {}
             energy, self._energy = self._energy, self._energy[-1:]
         if len(energy) == 2:
             (begin, before), (end, after) = energy

@@ -15,6 +15,7 @@ import contextlib
 import enum
 import time
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -238,23 +239,17 @@ class Timers:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        phase = _phase(name)
-        return _Timer(None if phase is None else self._progress, phase)
-
-
-class _Timer:
-    def __init__(self, progress: Progress | None, phase: Phase | None) -> None:
-        self._progress, self._phase = progress, phase
-
-    def start(self, barrier: bool = False) -> None:
-        """`barrier` is ignored: a measurement must not add a collective."""
-        if self._progress is not None and self._phase is not None:
-            self._progress.start(self._phase)
-
-    def stop(self, barrier: bool = False) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+        """A timer. Its `barrier` is ignored: a measurement must not add a collective."""
+        phase, progress = _phase(name), self._progress
+        if phase is None:
+            return SimpleNamespace(
+                start=lambda barrier=False: None, stop=lambda barrier=False: None
+            )
+        return SimpleNamespace(
+            start=lambda barrier=False: progress.start(phase),
+            stop=lambda barrier=False: progress.stop(),
+        )
 
 
 def _phase(name: str) -> Phase | None:

@@ -122,26 +122,25 @@ def _iterations(folder: Path, flag: str) -> range:
 
 def _read(folder: Path, iteration: int, flag: str) -> tuple[TraceShape, TraceStep]:
     """Raises InputError."""
-    file = _file(folder, iteration)
-    try:
-        return _parse(file)
-    except OSError as error:
-        raise InputError(f"{flag} {file}: {error.strerror or error}: {_REMEDY}") from error
-    except ValueError as error:
-        raise InputError(f"{flag} {file} is not a step of a trace: {error}; {_REMEDY}") from error
-
-
-def _parse(file: Path) -> tuple[TraceShape, TraceStep]:
-    """Raises OSError, and ValueError with the reason."""
-    names = ("version", "num_experts", "layers", "text", "experts")
+    file, names = _file(folder, iteration), ("version", "num_experts", "layers", "text", "experts")
     try:
         with open_regular(file) as opened, np.load(opened, allow_pickle=False) as arrays:
             version, num_experts, layers, text_N, experts_LNSK = (arrays[name] for name in names)
-    except KeyError as error:
-        raise ValueError(f"it has not the arrays {', '.join(names)}") from error
+        sizes = experts_LNSK.shape
+        if (
+            not version.shape == num_experts.shape == ()
+            or version != _VERSION
+            or (experts_LNSK.dtype, text_N.dtype, len(sizes)) != (np.int16, np.uint32, 4)
+            or (layers.shape, text_N.shape) != (sizes[:1], sizes[1:2])
+        ):
+            raise ValueError
+        shape = TraceShape(tuple(map(int, layers)), int(num_experts), *sizes[1:])
+    except OSError as error:
+        raise InputError(f"{flag} {file}: {error.strerror or error}: {_REMEDY}") from error
     except (
         AttributeError,  # another file of NumPy is an array
         EOFError,
+        LookupError,
         MemoryError,  # a size that is damaged
         OverflowError,
         RuntimeError,  # zipfile's for what it does not read
@@ -150,19 +149,9 @@ def _parse(file: Path) -> tuple[TraceShape, TraceStep]:
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
-        raise ValueError("it is cut, or not an .npz file") from error
-    if version.shape or version != _VERSION:
-        raise ValueError(f"its version is {version}, and this program reads version {_VERSION}")
-    if experts_LNSK.dtype != np.int16 or text_N.dtype != np.uint32:
-        raise ValueError("its experts are not of type int16, or its text not uint32")
-    sizes = experts_LNSK.shape
-    if (
-        num_experts.shape
-        or len(sizes) != 4
-        or (layers.shape, text_N.shape) != (sizes[:1], sizes[1:2])
-    ):
-        raise ValueError("an array has wrong dimensions")
-    shape = TraceShape(tuple(map(int, layers)), int(num_experts), *sizes[1:])
+        raise InputError(
+            f"{flag} {file} is damaged, or not a step of a trace of version {_VERSION}: {_REMEDY}"
+        ) from error
     return shape, TraceStep(text_N, experts_LNSK)
 
 

@@ -63,24 +63,25 @@ def scalars(record: MetricsLine) -> dict[str, float]:
     layers moe/ent_load and moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped
     (sums), moe/imbalance_mean and moe/imbalance_max; and moe/rank_overload (`rank_load`).
     """
-    named: dict[str, Any] = {}
-    for key, value in record.items():
-        if key not in ("iteration", "layers", "validation", "machine"):
-            named[f"train/{key}"] = value
+    special = ("iteration", "layers", "validation", "machine")
+    named = {f"train/{key}": value for key, value in record.items() if key not in special}
     named |= {f"machine/{name}": value for name, value in record.get("machine", {}).items()}
     for domain, measures in record.get("validation", {}).items():
-        for measure, value in measures.items():
-            named[f"validation/{domain}/{measure}"] = value
+        named |= {f"validation/{domain}/{name}": value for name, value in measures.items()}
     if "rank_load" in record:
         named["moe/rank_overload"] = record["rank_load"]["overload"]
     layers = record.get("layers", [])
-    for layer in layers:
-        place = _place(layer)
-        measures = [measure for measure in (*MEASURES, *loss_names()) if measure in layer]
-        named |= {f"{place}/{measure}": layer[measure] for measure in measures}
-        named[f"{place}/imbalance"] = max(_relative_load(layer))
+    imbalances = [max(_relative_load(layer)) for layer in layers]
+    for layer, imbalance in zip(layers, imbalances, strict=True):
+        known = (measure for measure in (*MEASURES, *loss_names()) if measure in layer)
+        named |= {f"{_place(layer)}/{measure}": layer[measure] for measure in known}
+        named[f"{_place(layer)}/imbalance"] = imbalance
     if layers:
-        named.update(_totals(layers))
+        for name in ("ent_load", "ent_conf", "max_minus_min_load", "tokens_dropped"):
+            total = sum(layer[name] for layer in layers)
+            named[f"moe/{name}"] = total / len(layers) if name.startswith("ent_") else total
+        named["moe/imbalance_mean"] = sum(imbalances) / len(layers)
+        named["moe/imbalance_max"] = max(imbalances)
     return {
         name: float(value)
         for name, value in named.items()
@@ -95,17 +96,13 @@ def histograms(record: MetricsLine) -> dict[str, list[float]]:
     moe/layer_03/norm, moe/layer_03/cutoff and moe/layer_03/routing_weight. One chart per expert
     would be thousands of charts.
     """
-    named: dict[str, list[Any]] = {}
+    found = {}
     for layer in record.get("layers", []):
-        named[f"{_place(layer)}/load"] = _relative_load(layer)
-        for key, name in PER_EXPERT.items():
-            if key in layer:
-                named[f"{_place(layer)}/{name}"] = layer[key]
-    finite = {
-        name: [x for x in values if x is not None and math.isfinite(x)]
-        for name, values in named.items()
-    }
-    return {name: values for name, values in finite.items() if values}
+        named = {name: layer[key] for key, name in PER_EXPERT.items() if key in layer}
+        for name, values in {"load": _relative_load(layer), **named}.items():
+            if finite := [x for x in values if x is not None and math.isfinite(x)]:
+                found[f"{_place(layer)}/{name}"] = finite
+    return found
 
 
 def _place(layer: dict[str, Any]) -> str:
@@ -115,21 +112,6 @@ def _place(layer: dict[str, Any]) -> str:
 def _relative_load(layer: dict[str, Any]) -> list[float]:
     shares = load_shares(layer["tokens_per_expert"])
     return [share * len(shares) for share in shares]
-
-
-def _totals(layers: list[dict[str, Any]]) -> dict[str, float]:
-    def total(measure: str) -> float:
-        return sum(layer[measure] for layer in layers)
-
-    imbalances = [max(_relative_load(layer)) for layer in layers]
-    return {
-        "moe/ent_load": total("ent_load") / len(layers),
-        "moe/ent_conf": total("ent_conf") / len(layers),
-        "moe/max_minus_min_load": total("max_minus_min_load"),
-        "moe/tokens_dropped": total("tokens_dropped"),
-        "moe/imbalance_mean": sum(imbalances) / len(layers),
-        "moe/imbalance_max": max(imbalances),
-    }
 
 
 class Sink(Protocol):
@@ -335,18 +317,15 @@ class Telemetry:
         try:
             write(*arguments)
         except OSError as error:
-            if name not in self._failed:
-                self._failed.add(name)
-                self._complain(
-                    f"warning: cannot write {name}: {one_line(error)}; training continues"
-                )
-
-    def _complain(self, text: str) -> None:
-        if self._console is not None and CONSOLE not in self._failed:
-            self.say(text)
-        else:
-            with contextlib.suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
+            if name in self._failed:
+                return
+            self._failed.add(name)
+            text = f"warning: cannot write {name}: {one_line(error)}; training continues"
+            if self._console is not None and CONSOLE not in self._failed:
+                self.say(text)
+            else:
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Telemetry:
         return self

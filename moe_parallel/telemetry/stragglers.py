@@ -54,15 +54,6 @@ class RankTimes:
         }
         return cls(statistics.median(own), min(own), means, rows / len(steps))
 
-    def numbers(self) -> list[float]:
-        """All values, in an order that `from_numbers` knows."""
-        return [self.own, self.least_own, self.rows, *self.phases.values()]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> RankTimes:
-        own, least_own, rows, *means = numbers
-        return cls(own, least_own, dict(zip(OWN + EXCHANGES, means, strict=True)), rows)
-
 
 def summary(ranks: Sequence[RankTimes], members: Sequence[Member]) -> dict[str, Any]:
     """The field `ranks` of a metrics record.
@@ -85,26 +76,23 @@ def summary(ranks: Sequence[RankTimes], members: Sequence[Member]) -> dict[str, 
 
 
 def _slowest(ranks: Sequence[RankTimes], members: Sequence[Member]) -> dict[str, Any] | None:
-    peers = {
-        rank: [
-            ranks[other]
-            for other, their in enumerate(members)
-            if their.stage == member.stage and other != rank
-        ]
-        for rank, member in enumerate(members)
-    }
+    def peers(rank: int) -> list[RankTimes]:
+        stage = members[rank].stage
+        others = (other for other, their in enumerate(members) if their.stage == stage)
+        return [ranks[other] for other in others if other != rank]
+
     usual = {
         rank: statistics.median(peer.own for peer in of_rank)
-        for rank, of_rank in peers.items()
-        if of_rank
+        for rank in range(len(ranks))
+        if (of_rank := peers(rank))
     }
     if not usual or not all(usual.values()):
         return None
     rank = max(usual, key=lambda each: ranks[each].own / usual[each])
     times, of_others = ranks[rank], usual[rank]
-    rows_of_others = statistics.median(peer.rows for peer in peers[rank])
+    rows_of_others = statistics.median(peer.rows for peer in peers(rank))
     lost = {
-        phase: times.phases[phase] - statistics.median(peer.phases[phase] for peer in peers[rank])
+        phase: times.phases[phase] - statistics.median(peer.phases[phase] for peer in peers(rank))
         for phase in OWN
     }
     cause = None

@@ -21,9 +21,8 @@ from moe_parallel.config import Config
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.model.flops import token_flops
-from moe_parallel.parallel import all_gather_single
 from moe_parallel.platform.device import device
-from moe_parallel.telemetry.monitor import Gauge, GpuGauge, HostGauge, Monitor, over_ranks
+from moe_parallel.telemetry.monitor import GpuGauge, Monitor, over_ranks
 from moe_parallel.telemetry.progress import Progress
 from moe_parallel.telemetry.stragglers import Member, News, RankTimes, summary
 
@@ -42,10 +41,10 @@ BF16_TFLOPS = {
 
 
 class Instruments:
-    """The gauges of this rank, and the formulas of its speed. Make it by `open_instruments`.
+    """The gauge of this rank's GPU, and the formulas of its speed. Make it by `open_instruments`.
 
     Attributes:
-        warnings: gauges that this rank lacks, and why.
+        warnings: that this rank lacks its gauge, and why.
     """
 
     def __init__(self, config: Config, vocab_size: int) -> None:
@@ -55,7 +54,7 @@ class Instruments:
         self._peak = config.logging.peak_tflops or peak_tflops(config.training.bf16)
         seconds = config.logging.machine_sample_seconds
         self._samples = seconds is not None
-        self.monitor = Monitor(self._gauges() if self._samples else [], seconds or 1.0)
+        self.monitor = Monitor(self._gauge() if self._samples else None, seconds or 1.0)
 
     def record(
         self, config: Config, tokens_per_second: float, layers: Sequence[Mapping[str, Any]]
@@ -78,15 +77,14 @@ class Instruments:
             record["joules_per_token"] = record["gpu_watts"] / tokens_per_second
         return record
 
-    def _gauges(self) -> list[Gauge]:
-        gauges: list[Gauge] = [HostGauge()]
-        if torch.cuda.is_available():
-            uuid = f"GPU-{torch.cuda.get_device_properties(device()).uuid}"
-            try:
-                gauges.append(GpuGauge(uuid))
-            except (InputError, OSError) as error:  # a run does not need its telemetry
-                self.warnings.append(f"the GPU is not monitored: {error}")
-        return gauges
+    def _gauge(self) -> GpuGauge | None:
+        if not torch.cuda.is_available():
+            return None
+        try:
+            return GpuGauge(f"GPU-{torch.cuda.get_device_properties(device()).uuid}")
+        except (InputError, OSError) as error:  # a run does not need its telemetry
+            self.warnings.append(f"the GPU is not monitored: {error}")
+            return None
 
 
 @contextlib.contextmanager
@@ -121,10 +119,9 @@ def peak_tflops(bf16: bool) -> float | None:
 class GatheredTimes:
     """The times of all ranks over the steps of a log line, with one collective a line."""
 
-    def __init__(self, progress: Progress, stage: int, device: torch.device) -> None:
+    def __init__(self, progress: Progress, stage: int) -> None:
         """`stage`: of this rank in the pipeline. Collective."""
         self._progress = progress
-        self._device = device
         self._members = exchange(Member(socket.gethostname(), stage))
         self._news = News()
 
@@ -134,13 +131,7 @@ class GatheredTimes:
         Collective. The result is the same on every rank, except the line.
         """
         steps, rows = self._progress.take()
-        mine = torch.tensor(
-            RankTimes.of(steps, rows).numbers(), dtype=torch.float64, device=self._device
-        )
-        gathered = mine.new_empty(dist.get_world_size(), len(mine))
-        all_gather_single(gathered.flatten(), mine)
-        ranks = [RankTimes.from_numbers(numbers) for numbers in gathered.tolist()]
-        found = summary(ranks, self._members)
+        found = summary(exchange(RankTimes.of(steps, rows)), self._members)
         return found, self._news.of(found["slowest"], len(steps), time.monotonic())
 
 

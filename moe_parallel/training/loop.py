@@ -61,9 +61,7 @@ class Loop:
         self.instruments = instruments
         self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
         self.progress = stage.engine.progress
-        self.times = GatheredTimes(
-            self.progress, stage.engine.groups.pp.rank(), stage.engine.device
-        )
+        self.times = GatheredTimes(self.progress, stage.engine.groups.pp.rank())
         self.asked_to_leave = False  # by a signal, --exit-interval or --exit-duration-in-mins
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self.profile = Profile(config, dist.get_rank())

@@ -21,7 +21,6 @@ from moe_parallel.analysis.routing import (
     SelectionsFile,
     Specialization,
     View,
-    Vocabulary,
     specialization,
     tables_of,
     write_facts,
@@ -118,7 +117,7 @@ def analyze(
         totals = AnalysisTotals(
             sorted(set(chain.from_iterable(numbers))),
             config.num_experts,
-            Vocabulary([_piece(tokenizer, item) for item in range(vocab_size)]),
+            [_piece(tokenizer, item) for item in range(vocab_size)],
         )
         tests: list[Specialization] = []
         receivers: list[Receive] = []
@@ -238,7 +237,7 @@ def _write(
     if not totals.tokens:
         raise InputError("the texts have no tokens: name others by --text")
     tests = specialization(totals.blocks, totals.layers, options.permutations, config.training.seed)
-    pieces = [totals.vocabulary.pieces_V[item] for item in view.columns["token"]]
+    pieces = [totals.pieces_V[item] for item in view.columns["token"]]
     write_tables(folder, tables_of(totals, tests) | {VIEW: {**view.columns, "piece": pieces}})
     write_facts(folder, _facts(config, options, totals))
     return tests

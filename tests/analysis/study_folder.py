@@ -28,10 +28,8 @@ ATTEMPT: dict[str, Any] = {
     "started": "2026-01-02T03:04:05+00:00",
     "machine": "a processor, 2 cores, 8 GiB",
     "software": {"Python": "3.11.1", "torch": "2.0"},
-    "load_average": 0.25,
     "seconds": 60.0,
     "exit_code": 0,
-    "other_cores": 0.03,
 }
 TOKENS = 4 * 32  # per iteration
 
@@ -42,14 +40,11 @@ def make_study(
     *,
     seeds: Sequence[int] | Mapping[str, Sequence[int]] = (1, 2),
     shared: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, dict[str, Any]] | None = None,
     parameters: Mapping[str, dict[str, Any]] | None = None,
     design: Mapping[str, Any] | None = None,
 ) -> StudyFolder:
     """A study whose runs have not started. `seeds`: the same for all, or by contender."""
-    contenders = choose_contenders(
-        selections, SharedFile.from_raw({**SHARED, **(shared or {})}), overrides or {}
-    )
+    contenders = choose_contenders(selections, SharedFile.from_raw({**SHARED, **(shared or {})}))
     counts = {"total": 1000, "active": 600, "active_compute": 700}
     names = [contender.name for contender in contenders]
     of_each = seeds if isinstance(seeds, Mapping) else dict.fromkeys(names, seeds)

@@ -1,10 +1,11 @@
-"""What a model selects on texts: totals against loops over the tokens, words, the test, files."""
+"""What a model selects on texts: totals against loops over the tokens, the test, and files."""
 
 import collections
 import math
 
 import numpy as np
 import pytest
+from pyarrow.parquet import ParquetFile
 
 from moe_parallel.analysis import routing as files
 from moe_parallel.analysis.routing import (
@@ -12,14 +13,11 @@ from moe_parallel.analysis.routing import (
     Blocks,
     SelectionsFile,
     View,
-    Vocabulary,
     mutual_information,
     read_facts,
     read_table,
     specialization,
     tables_of,
-    write_facts,
-    write_tables,
 )
 from moe_parallel.errors import InputError
 from tests.analysis.selections import random_selections
@@ -33,7 +31,7 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def totals() -> AnalysisTotals:
-    found = AnalysisTotals([1, 2], 4, Vocabulary([str(item) for item in range(7)]))
+    found = AnalysisTotals([1, 2], 4, [str(item) for item in range(7)])
     for part in PARTS:
         found.add(part)
     return found
@@ -86,8 +84,8 @@ def test_items(totals):
             used = [sum(each.experts_TK[place] >= 0) for each in part.layers]
             times[item] += 1
             experts[item] += sum(used) / 2
-    assert totals.vocabulary.tokens_V.tolist() == [times[item] for item in range(7)]
-    assert totals.vocabulary.experts_V == pytest.approx([experts[item] for item in range(7)])
+    assert totals.tokens_V.tolist() == [times[item] for item in range(7)]
+    assert totals.experts_V == pytest.approx([experts[item] for item in range(7)])
 
 
 def test_tables_have_every_number_once(totals):
@@ -108,62 +106,9 @@ def test_tables_have_every_number_once(totals):
     assert all(totals.pairs_GEE[g - 1, i, j] == tokens for g, i, j, tokens in pairs)
     vocabulary = tables["vocabulary"]
     assert sum(vocabulary["occurrences"]) == 40
-    assert (np.diff(vocabulary["experts_per_token"]) <= 0).all()
+    ranks = list(zip(-vocabulary["experts_per_token"], vocabulary["token"], strict=True))
+    assert ranks == sorted(ranks)
     assert tables["specialization"]["p"] == []
-
-
-def test_the_size_does_not_grow_with_the_tokens():
-    """The arrays of the totals after 100 sequences, and after 6,000: more than blocks."""
-
-    def size(sequences: int) -> int:
-        found = AnalysisTotals([1, 2], 4, Vocabulary(["a"] * 7))
-        for first in range(0, sequences, 100):
-            found.add(random_selections("t", first, sequences=100, length=2))
-        _, labels_N, counts_NGE = found.blocks.arrays()
-        assert found.tokens == 2 * sequences
-        return len(labels_N), counts_NGE.sum(), found
-
-    few, _, _ = size(100)
-    many, counted, found = size(6000)
-    assert few == 100 and many == 1500  # joined twice: at more than 2,048, and at 4,096
-    assert found.blocks.sequences == 4
-    assert counted == found.texts["t"].shares_GE.sum()
-
-
-PIECES = ["the", " the", "re", ".", " tr", "ee", " 7", "\n", ""]
-THE, SPACE_THE, RE, DOT, TR, EE, SEVEN, LINE, EMPTY = range(len(PIECES))
-
-
-def words(tokens, samples=None):
-    """The tokens that are complete words."""
-    vocabulary = Vocabulary(PIECES)
-    samples = [0] * len(tokens) if samples is None else samples
-    found = vocabulary._complete(np.array(tokens), np.array(samples))
-    return found.tolist()
-
-
-def test_complete_words():
-    assert words([THE, SPACE_THE, DOT]) == [True, True, False]
-    assert words([THE, RE, DOT]) == [False, False, False]  # there
-    assert words([SPACE_THE, RE]) == [False, False]
-    assert words([TR, EE, SPACE_THE]) == [False, False, True]  # tree the
-    assert words([TR, SPACE_THE]) == [True, True]
-    assert words([SEVEN, DOT]) == [False, False]  # no letters
-    assert words([LINE, THE, LINE]) == [False, True, False]
-    assert words([DOT, RE, EMPTY, EE]) == [False, True, False, True]
-    assert words([]) == []
-
-
-def test_the_ends_of_a_sequence_end_words():
-    assert words([THE, RE], [0, 1]) == [True, True]
-    assert words([TR, EE], [0, 1]) == [True, True]
-
-
-def test_ranks():
-    vocabulary = Vocabulary(["a", "b", "c", "d"])
-    tokens = np.array([0, 1, 1, 2, 2, 2])
-    vocabulary.add(tokens, np.arange(6), np.array([9.0, 1, 3, 2, 2, 2]))
-    assert vocabulary.ranked().tolist() == [0, 1, 2]  # equal means: by item
 
 
 def blocks_of(shares, sequences=24, tokens=20, seed=0, layers=1):
@@ -199,6 +144,7 @@ def test_texts_that_differ():
     assert [one.mutual_information, two.mutual_information] == pytest.approx(actual)
     assert mean.mutual_information == pytest.approx(actual.mean())
     assert 0 < one.by_chance < one.mutual_information / 5
+    assert specialization(blocks_of({"a": [0.5, 0.5]}), [1], 10, seed=0) == []
 
 
 def test_texts_that_do_not_differ_are_rarely_found_to():
@@ -224,29 +170,18 @@ def test_sequences_are_not_taken_apart():
     assert one.p > 0.02 and one.by_chance > 0.005
 
 
-def test_a_single_text_has_no_test():
-    assert specialization(blocks_of({"a": [0.5, 0.5]}), [1], 10, seed=0) == []
-
-
 def test_neighbors_are_joined_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr("moe_parallel.analysis.routing.MOST_BLOCKS", 64)
     blocks = Blocks(1, 1)
-    for sample in range(60):
-        blocks.add("a", sample, np.full((1, 1), float(sample)))
+    for sample in range(60):  # each in two parts
+        blocks.add("a", sample, np.full((1, 1), float(sample - 1)))
+        blocks.add("a", sample, np.ones((1, 1)))
     for sample in range(7):
         blocks.add("b", sample, np.full((1, 1), 100.0 + sample))
     _, labels, counts = blocks.arrays()
     assert blocks.sequences == 2 and labels.tolist() == [0] * 30 + [1] * 4
     assert counts[:30, 0, 0].tolist() == [4 * n + 1 for n in range(30)]
     assert counts[30:, 0, 0].tolist() == [201, 205, 209, 106]
-
-
-def test_parts_of_a_sequence_are_one_block():
-    blocks = Blocks(1, 2)
-    blocks.add("a", 0, np.array([[1.0, 0]]))
-    blocks.add("a", 0, np.array([[0.0, 2]]))
-    blocks.add("a", 1, np.array([[5.0, 5]]))
-    assert blocks.arrays()[2].tolist() == [[[1, 2]], [[5, 5]]]
 
 
 ROWS = [random_selections("code", 0), random_selections("a <b>", 0), random_selections("code", 3)]
@@ -258,6 +193,9 @@ def test_selections_are_rows(tmp_path, monkeypatch, rows_of_a_group):
     with SelectionsFile(tmp_path) as file:
         for part in ROWS:
             file.add(part)
+    # Of each part, so that memory does not grow with the text; and small parts together.
+    groups = ParquetFile(tmp_path / "selections.parquet").num_row_groups
+    assert groups == (len(ROWS) if rows_of_a_group == 1 else 1)
     table = read_table(tmp_path, "selections")
     rows = list(zip(*table.values(), strict=True))
     expected = []
@@ -285,13 +223,6 @@ def test_the_view_keeps_the_first_tokens_of_each_text():
     assert view.columns["sample"][-3:] == [3, 3, 3]
     used = (ROWS[2].layers[1].experts_TK[2] >= 0).sum()
     assert view.columns["used"][-1][1] == used and len(view.columns["best"][0]) == 2
-
-
-def test_tables_and_facts(tmp_path):
-    write_tables(tmp_path, {"one": {"a": [1, 2], "b": ["x", None]}})
-    assert read_table(tmp_path, "one") == {"a": [1, 2], "b": ["x", None]}
-    write_facts(tmp_path, {"tokens": {"t": 3}})
-    assert read_facts(tmp_path) == {"tokens": {"t": 3}}
 
 
 def test_what_is_missing_or_damaged(tmp_path):

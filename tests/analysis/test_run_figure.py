@@ -84,12 +84,11 @@ def test_panels_and_series_of_an_ordinary_run():
     "shape",
     [
         pytest.param({"logged": 1, "layers": 1, "experts": 2, "domains": ()}, marks=FULL),
-        pytest.param({"logged": 2, "layers": 12}, marks=FULL),
         {"logged": 300, "layers": 24, "experts": 64, "every": 500, "dropped": 9, "norms": False},
         pytest.param({"logged": 20, "layers": 3, "experts": 1}, marks=FULL),
         pytest.param({"logged": 30, "domains": tuple(f"domain{i}" for i in range(9))}, marks=FULL),
     ],
-    ids=["one record", "two records", "64 experts", "one expert", "nine domains"],
+    ids=["one record", "64 experts", "one expert", "nine domains"],
 )
 def test_any_shape_is_drawn_without_overlap(shape):
     figure = draw_run(synthetic_run(**shape), "a run")
@@ -123,11 +122,8 @@ def test_a_loss_that_was_not_finite_is_a_gap():
     assert np.flatnonzero(np.isnan(history.train_loss.values_R)).tolist() == [70]
     line = panels(draw_run(records, "gap"))["Loss (value at the end)"].lines[1]
     assert np.isfinite(line.get_ydata()).all()  # the smoothed line has no gap
-
-
-def test_smoothing_keeps_a_constant():
-    records = [{"iteration": i, "lm_loss": 2.5} for i in range(1, 301)]
-    line = panels(draw_run(records, "flat"))["Loss (value at the end)"].lines[1]
+    flat = [{"iteration": i, "lm_loss": 2.5} for i in range(1, 301)]
+    line = panels(draw_run(flat, "flat"))["Loss (value at the end)"].lines[1]
     np.testing.assert_allclose(line.get_ydata(), 2.5)
 
 
@@ -159,17 +155,12 @@ def run_folder(folder: Path, records: list[dict]) -> Path:
     return folder
 
 
-def test_plot_run_writes_a_png_beside_the_metrics(tmp_path):
-    folder = run_folder(tmp_path / "my run", synthetic_run(logged=5))
-    path = plot_run(folder)
-    assert path == folder / "run.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
-
-
 def test_plot_run_that_cannot_write(tmp_path):
     folder = run_folder(tmp_path / "run", synthetic_run(logged=2))
-    (folder / "run.png").mkdir()
+    path = plot_run(folder)
+    assert path == folder / "run.png" and path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    path.mkdir()
     with pytest.raises(InputError, match="cannot write the picture .*make room"):
         plot_run(folder)
 

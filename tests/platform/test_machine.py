@@ -22,8 +22,3 @@ def test_versions_and_the_commit_where_there_is_one(tmp_path: Path, monkeypatch)
     assert "commit" not in told
     monkeypatch.setattr(machine, "_output", lambda *command: "abc123-dirty")
     assert machine.software(tmp_path)["commit"] == "abc123-dirty"
-
-
-def test_the_machine_has_been_busy():
-    before = machine.busy_seconds()
-    assert 0 < before <= machine.busy_seconds()

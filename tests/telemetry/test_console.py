@@ -108,7 +108,7 @@ def test_a_pipe_gets_plain_lines():
     assert "the sky is low" in done.stderr
 
 
-@pytest.mark.parametrize("columns", [120, 80, 40])
+@pytest.mark.parametrize("columns", [120, 40])
 def test_a_terminal_keeps_the_lines_and_shows_a_bar_below_them(columns):
     received = on_a_terminal("-c", SCRIPT, columns=columns)
     lines = visible_lines(received)
@@ -124,14 +124,9 @@ def test_a_terminal_keeps_the_lines_and_shows_a_bar_below_them(columns):
     assert not [line for line in lines if "left" in line and line not in kept]
     bars = [part for part in re.split("[\r\n]", received) if re.match(r" *\d+/40 \|", part)]
     assert "40/40 |██████████| 00:00 left" in bars
+    assert "\r10/40" in received and "\r0/40" not in received  # where the resumed run was
     # No more than any terminal has: one that becomes narrower would break it in two.
     assert max(map(len, bars)) <= 40
-
-
-def test_the_bar_of_a_resumed_run_starts_where_the_run_was():
-    received = on_a_terminal("-c", SCRIPT)
-    assert "\r10/40" in received
-    assert "\r0/40" not in received
 
 
 @pytest.mark.full
@@ -148,11 +143,6 @@ def test_the_last_line_after_ctrl_c_is_the_message(tmp_path):
     assert stopped.startswith("stopped by a signal after iteration")
 
 
-def test_plain_is_chosen_for_what_is_not_a_terminal(tmp_path):
-    with (tmp_path / "log").open("w") as file:
-        assert isinstance(open_console(10, stream=file), PlainConsole)
-
-
 def test_the_share_of_the_peak_and_the_power_where_they_are_known(capsys):
     console = PlainConsole(40, 0, sys.stdout)
     for machine in ({"mfu": 0.4117, "gpu_watts": 5590.2}, {"tflops_per_device": 1.5}):
@@ -166,17 +156,12 @@ def test_a_loss_that_is_not_a_number(capsys):
     open_console(100).log(
         example_record(5, lm_loss=float("nan"), grad_norm=None, validation={"code": {"loss": None}})
     )
+    open_console(100).log({"iteration": 0, "validation": VALIDATION})  # without a training loss
     printed = capsys.readouterr().out
+    assert "iteration   0/100 | validation | code 3.5000" in printed
     assert "loss nan" in printed and "grad norm nan" in printed and "code nan" in printed
 
 
-def test_an_evaluation_without_a_training_loss(capsys):
-    open_console(100).log({"iteration": 0, "validation": VALIDATION})
-    assert capsys.readouterr().out.startswith("iteration   0/100 | validation | code 3.5000")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")]
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_duration():
+    for seconds, text in [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")]:
+        assert duration(seconds) == text

@@ -1,6 +1,5 @@
-"""Readings of a host and a GPU (its driver is a stand-in), their means, one number of all ranks."""
+"""Readings of a GPU, whose driver is a stand-in, their means, and one number of all ranks."""
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from moe_parallel.telemetry.monitor import (
     ENERGY,
     QUANTITIES,
     GpuGauge,
-    HostGauge,
     Monitor,
     Reading,
     over_ranks,
@@ -24,7 +22,7 @@ from moe_parallel.telemetry.monitor import (
 from tests.distributed import run_distributed
 
 
-class Listed:
+class Listed(GpuGauge):
     """A gauge that reads what is on its list, and says in which thread."""
 
     def __init__(self, *readings: Reading) -> None:
@@ -39,16 +37,18 @@ class Listed:
         return self.readings.pop(0) if self.readings else {}
 
 
+FULL: Reading = {"gpu_memory_bytes": 60}
+
+
 def test_means_since_the_last_call() -> None:
-    gauge = Listed({"host_load": 1, "gpu_percent": 50}, {"host_load": 4}, {"host_load": 7})
-    monitor = Monitor([gauge, Listed({"gpu_celsius": 60})], seconds=1000)
+    monitor = Monitor(Listed({"gpu_percent": 1, **FULL}, {"gpu_percent": 4}, FULL), seconds=1000)
     assert monitor.take() == {}
     monitor.read()
     monitor.read()
-    assert monitor.take() == {"host_load": 2.5, "gpu_percent": 50, "gpu_celsius": 60}
+    assert monitor.take() == {"gpu_percent": 2.5, "gpu_memory_bytes": 60}
     assert monitor.take() == {}
     monitor.read()
-    assert monitor.take() == {"host_load": 7}
+    assert monitor.take() == FULL
 
 
 def test_power_is_the_change_of_energy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_power_is_the_change_of_energy(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0, 102.0, 110.0, 115.0]
     monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: now.pop(0)))
     joules = (5000.0, 5100.0, 9000.0, 10_000.0)
-    monitor = Monitor([Listed(*({ENERGY: j, "gpu_watts": 1.0} for j in joules))], seconds=1000)
+    monitor = Monitor(Listed(*({ENERGY: j, "gpu_watts": 1.0} for j in joules)), seconds=1000)
     monitor.read()
     assert monitor.take() == {"gpu_watts": 1.0}  # one reading of the counter says nothing
     monitor.read()
@@ -68,25 +68,21 @@ def test_power_is_the_change_of_energy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_its_own_thread_reads_until_it_is_closed() -> None:
-    gauge = Listed({"host_load": 1}, {"host_load": 2})
-    with Monitor([gauge], seconds=0.001) as monitor:
+    gauge = Listed({"gpu_percent": 1}, {"gpu_percent": 2})
+    with Monitor(gauge, seconds=0.001) as monitor:
         assert gauge.is_empty.wait(60)
-    assert monitor.take()["host_load"] == 1.5
+    assert monitor.take()["gpu_percent"] == 1.5
     (thread,) = set(gauge.threads)
     assert thread is not threading.current_thread() and not thread.is_alive()
-
-
-def test_without_gauges_there_is_no_thread() -> None:
     before = threading.active_count()
-    with Monitor([], seconds=0.001) as monitor:
+    with Monitor(None, seconds=0.001) as monitor:
         assert threading.active_count() == before
     assert monitor.take() == {}
 
 
 MEANS: list[Reading] = [
-    {"host_cpu_percent": 10, "host_load": 3, "gpu_clock_mhz": 1900, "gpu_watts": 600},
-    {"host_cpu_percent": 20, "host_load": 8, "gpu_clock_mhz": 1200, "gpu_watts": 700}
-    | {"gpu_celsius": 71},
+    {"gpu_percent": 10, "gpu_slowed_hw_slowdown": 0.25, "gpu_watts": 600},
+    {"gpu_percent": 20, "gpu_slowed_hw_slowdown": 0.5, "gpu_watts": 700, "gpu_memory_bytes": 71},
 ]
 
 
@@ -96,10 +92,9 @@ def _combined() -> tuple[Reading, Reading]:
 
 
 def test_over_ranks() -> None:
-    """A mean, the most, the least, a sum; and what only one rank has."""
-    expected = {"host_cpu_percent": 15, "host_load": 8, "gpu_clock_mhz": 1200, "gpu_watts": 1300}
-    expected["gpu_celsius"] = 71
-    of_one = {"host_cpu_percent": 10, "host_load": 3, "gpu_clock_mhz": 1900}  # no sum of all
+    """A mean, the most, a sum; and what only one rank has."""
+    expected = MEANS[1] | {"gpu_percent": 15, "gpu_watts": 1300}
+    of_one = {"gpu_percent": 10, "gpu_slowed_hw_slowdown": 0.25}  # no sum of all
     assert run_distributed(2, _combined) == [(expected, of_one)] * 2
 
 
@@ -114,10 +109,6 @@ def _not_supported(*_: Any) -> Any:
     raise NVMLError("Not Supported")
 
 
-def _by_clock(_: Any, clock: int) -> int:
-    return {1: 1755, 2: 2619}[clock]  # NVML_CLOCK_SM and NVML_CLOCK_MEM, in MHz
-
-
 def _handle(uuid: str) -> str:
     if uuid != UUID:
         raise NVMLError("Not Found")
@@ -129,8 +120,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetHandleByUUID": _handle,
     "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=93, memory=41),
     "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=80, free=10, used=70),  # bytes
-    "nvmlDeviceGetClockInfo": _by_clock,
-    "nvmlDeviceGetTemperature": lambda gpu, sensor: {0: 61}[sensor],  # NVML_TEMPERATURE_GPU
     "nvmlDeviceGetPowerUsage": lambda gpu: 698_500,  # mW
     "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 123_456_789,  # mJ
     # The bits of nvmlClocksEventReasonSwPowerCap and ...HwThermalSlowdown, and ...GpuIdle, which
@@ -142,55 +131,31 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("pynvml")
-    constants = {"NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVML_TEMPERATURE_GPU": 0}
-    vars(module).update(FUNCTIONS | constants | {"NVMLError": NVMLError})
+    vars(module).update(FUNCTIONS | {"NVMLError": NVMLError})
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return module
 
 
-def test_units_of_a_gpu(nvml: ModuleType) -> None:
+def test_units_of_a_gpu_and_what_it_does_not_support(nvml: ModuleType) -> None:
     reading = GpuGauge(UUID).read()
-    assert reading == pytest.approx(
-        {
-            "gpu_percent": 93,
-            "gpu_memory_bytes": 70,
-            "gpu_clock_mhz": 1755,
-            "gpu_memory_clock_mhz": 2619,
-            "gpu_celsius": 61,
-            "gpu_watts": 698.5,
-            ENERGY: 123_456.789,
-            "gpu_slowed_sw_power_cap": 1,
-            "gpu_slowed_hw_slowdown": 0,
-            "gpu_slowed_sw_thermal": 0,
-            "gpu_slowed_hw_thermal": 1,
-            "gpu_slowed_hw_power_brake": 0,
-        }
-    )
+    slowed = {
+        "gpu_slowed_sw_power_cap": 1,
+        "gpu_slowed_hw_slowdown": 0,
+        "gpu_slowed_sw_thermal": 0,
+        "gpu_slowed_hw_thermal": 1,
+        "gpu_slowed_hw_power_brake": 0,
+    }
+    numbers = {"gpu_percent": 93, "gpu_memory_bytes": 70, "gpu_watts": 698.5, ENERGY: 123_456.789}
+    assert reading == pytest.approx(numbers | slowed)
     assert set(reading) - {ENERGY} <= set(QUANTITIES)
-
-
-@pytest.mark.parametrize(
-    ("function", "missing"),
-    [
-        ("nvmlDeviceGetTotalEnergyConsumption", {ENERGY}),  # before Volta
-        ("nvmlDeviceGetUtilizationRates", {"gpu_percent"}),  # with MIG
-        ("nvmlDeviceGetMemoryInfo", {"gpu_memory_bytes"}),
-        ("nvmlDeviceGetClockInfo", {"gpu_clock_mhz", "gpu_memory_clock_mhz"}),
-        (
-            "nvmlDeviceGetCurrentClocksEventReasons",
-            {name for name in QUANTITIES if name.startswith("gpu_slowed_")},
-        ),
-    ],
-)
-def test_what_a_gpu_does_not_support_is_missing(
-    nvml: ModuleType, function: str, missing: set[str]
-) -> None:
-    everything = set(GpuGauge(UUID).read())
-    setattr(nvml, function, _not_supported)
-    assert set(GpuGauge(UUID).read()) == everything - missing
-
-
-def test_a_gpu_that_nvml_does_not_know(nvml: ModuleType) -> None:
+    for function, missing in {
+        "nvmlDeviceGetTotalEnergyConsumption": {ENERGY},  # before Volta
+        "nvmlDeviceGetUtilizationRates": {"gpu_percent"},  # with MIG
+        "nvmlDeviceGetCurrentClocksEventReasons": set(slowed),
+    }.items():
+        setattr(nvml, function, _not_supported)
+        assert set(GpuGauge(UUID).read()) == set(reading) - missing
+        setattr(nvml, function, FUNCTIONS[function])
     with pytest.raises(OSError, match="Not Found"):
         GpuGauge("GPU-other")
 
@@ -200,15 +165,3 @@ def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     with pytest.raises(InputError, match="needs pynvml, .* not installed: pip install nvidia-ml-p"):
         GpuGauge(UUID)
-
-
-def test_a_host() -> None:
-    gauge = HostGauge()
-    sum(i * i for i in range(2_000_000))  # so that the process has used its CPU
-    reading = gauge.read()
-    assert set(reading) == {name for name in QUANTITIES if not name.startswith("gpu_")}
-    assert reading["process_cpu_percent"] > 0
-    assert reading["process_memory_bytes"] > 10 * 2**20
-    for name in ("host_cpu_percent", "host_memory_percent"):
-        assert 0 <= reading[name] <= 100
-    assert reading["host_load"] == pytest.approx(os.getloadavg()[0], abs=1)

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +81,13 @@ def test_a_continued_run_repeats_what_it_trains_again(tmp_path: Path, done: int)
     assert contents(folder) == contents(write(tmp_path / "undisturbed", 1, 2, 3, 4))
 
 
-def test_a_trace_may_begin_after_the_checkpoint(tmp_path: Path) -> None:
-    """The run was recorded from iteration 3 on, and continues after iteration 1."""
+def test_a_trace_of_which_nothing_would_remain_is_kept(tmp_path: Path) -> None:
+    """It began after the checkpoint, or the run was killed before its first checkpoint."""
     folder = write(tmp_path / "trace", 3, 4, done=2)
     assert iterations(write(folder, 2, done=1)) == [2]
     assert iterations(tmp_path / "trace.previous") == [3, 4]
-
-
-def test_a_run_that_starts_anew_keeps_the_trace_of_the_one_before(tmp_path: Path) -> None:
-    """It may have been killed before its first checkpoint."""
-    for last in (2, 3):
-        write(tmp_path / "trace", *range(1, last))
-    assert iterations(write(tmp_path / "trace", 1)) == [1]
-    assert iterations(tmp_path / "trace.previous") == [1, 2]
+    assert iterations(write(folder, 1)) == [1]
+    assert iterations(tmp_path / "trace.previous") == [2]
 
 
 def test_what_a_killed_process_or_a_user_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -106,30 +98,11 @@ def test_what_a_killed_process_or_a_user_has_left_is_in_nobodys_way(tmp_path: Pa
     assert iterations(tmp_path / "disk") == [7]
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from moe_parallel.data import atomic_files
-from tests.telemetry.test_router_trace import step, write
-
-writer = write(Path(sys.argv[1]), 1, 2)
-atomic_files.flush_to_disk = lambda _: os.kill(os.getpid(), 9)
-write(writer, 3, done=2)
-"""
-
-
-def test_a_process_that_is_killed_leaves_all_complete_steps(tmp_path: Path) -> None:
-    folder = tmp_path / "trace"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
-    assert ended.returncode == -9
-    assert list(read_trace(folder, REPLAY).iterations) == [1, 2]
-    assert len(contents(folder)) == 3
-    assert contents(write(folder, 3, done=2)) == contents(write(tmp_path / "whole", 1, 2, 3))
-
-
 def test_a_full_disk_leaves_all_complete_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As does a process that is killed: a file gets its name when it is complete."""
+
     def fail(_: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -185,10 +158,8 @@ def test_another_runs_trace_is_not_touched(tmp_path: Path) -> None:
     ("other", "words"),
     [
         (TraceShape((1, 2), 3, 2, 5, 2), "MoE layers 2 4 (--moe-layer-freq), and this run has 1 2"),
-        (TraceShape((2,), 3, 2, 5, 2), "MoE layers 2 4 (--moe-layer-freq), and this run has 2:"),
         (TraceShape((2, 4), 4, 2, 5, 2), "--num-experts 3, and this run has 4"),
         (TraceShape((2, 4), 3, 4, 5, 2), "--global-batch-size 2, and this run has 4"),
-        (TraceShape((2, 4), 3, 2, 6, 2), "--seq-length 5, and this run has 6"),
     ],
 )
 def test_a_run_of_other_sizes_is_refused(other: TraceShape, words: str) -> None:
@@ -207,8 +178,9 @@ def refusal(folder: Path) -> str:
     return str(caught.value).replace(str(folder), "FOLDER")
 
 
-def not_a_step(reason: str) -> str:
-    return f"--moe-router-replay FOLDER/5.npz is not a step of a trace: {reason}; {REMEDY}"
+NOT_A_STEP = (
+    "--moe-router-replay FOLDER/5.npz is damaged, or not a step of a trace of version 2: " + REMEDY
+)
 
 
 def npy() -> bytes:
@@ -219,7 +191,6 @@ def npy() -> bytes:
 
 CONTENTS = {
     "nothing": b"",
-    "text": b"iteration 1\n",
     "a header that is cut": b"\x93NUMPY\x01\x00",
     "an array": npy(),
     "an archive that is cut": b"PK\3\4\0\0",
@@ -230,39 +201,28 @@ CONTENTS = {
 @pytest.mark.parametrize("name", CONTENTS)
 def test_another_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "5.npz").write_bytes(CONTENTS[name])
-    assert refusal(tmp_path) == not_a_step("it is cut, or not an .npz file")
+    assert refusal(tmp_path) == NOT_A_STEP
 
 
-WRONG_SIZES = "an array has wrong dimensions"
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another version": ({"version": 1}, "its version is 1, and this program reads version 2"),
-    "layers as a number": ({"layers": 3}, WRONG_SIZES),
-    "layers as objects": (
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 1},
+        {"version": [2]},
+        {"layers": 3},
         {"layers": np.array([{}], dtype=object)},
-        "it is cut, or not an .npz file",
-    ),
-    "more layers": ({"layers": [1, 2, 3]}, WRONG_SIZES),
-    "several numbers of experts": ({"num_experts": [3, 4]}, WRONG_SIZES),
-    "more text": ({"text": np.zeros(3, np.uint32)}, WRONG_SIZES),
-    "experts of a token": ({"experts": np.zeros(2, np.int16)}, WRONG_SIZES),
-    "other numbers": (
-        {"experts": EXPERTS_LNSK},
-        "its experts are not of type int16, or its text not uint32",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_arrays_are_refused(tmp_path: Path, name: str) -> None:
-    changes, reason = OTHERS[name]
-    assert refusal(of_numpy(tmp_path / "5.npz", **changes)) == not_a_step(reason)
-
-
-def test_files_of_other_programs_are_refused(tmp_path: Path) -> None:
+        {"layers": [1, 2, 3]},
+        {"num_experts": [3, 4]},
+        {"text": np.zeros(3, np.uint32)},
+        {"experts": np.zeros(2, np.int16)},
+        {"experts": EXPERTS_LNSK},  # int64
+    ],
+    ids=str,
+)
+def test_other_arrays_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert refusal(of_numpy(tmp_path / "5.npz", **changes)) == NOT_A_STEP
     np.savez(tmp_path / "5.npz", weights=np.arange(3))
-    assert refusal(tmp_path) == not_a_step(
-        "it has not the arrays version, num_experts, layers, text, experts"
-    )
+    assert refusal(tmp_path) == NOT_A_STEP
 
 
 def test_a_folder_that_is_no_trace_is_refused(tmp_path: Path) -> None:
@@ -285,19 +245,13 @@ def test_a_step_of_another_run_is_refused(tmp_path: Path) -> None:
         read_trace(folder, REPLAY).step(6)
 
 
-def test_a_cut_step_is_refused(tmp_path: Path) -> None:
-    """Wherever it is cut: within the directory, or an array."""
-    file = write(tmp_path, 5, done=4) / "5.npz"
-    whole = file.read_bytes()
-    for length in (len(whole) - 1, len(whole) - 400, len(whole) // 2, 100):
-        file.write_bytes(whole[:length])
-        assert refusal(tmp_path) == not_a_step("it is cut, or not an .npz file")
-
-
 def test_a_damaged_step_is_refused(tmp_path: Path) -> None:
     """Wherever a bit is wrong, it is read right or refused in a line."""
     file = write(tmp_path, 5, done=4) / "5.npz"
     whole = file.read_bytes()
+    for length in (len(whole) - 1, len(whole) - 400, len(whole) // 2, 100):
+        file.write_bytes(whole[:length])
+        assert refusal(tmp_path) == NOT_A_STEP
     for place in range(0, len(whole), 5):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8

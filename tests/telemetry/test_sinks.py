@@ -1,6 +1,5 @@
 """TensorBoard files read back, W&B with and without the package, and a record to all sinks."""
 
-import os
 import sys
 import types
 
@@ -8,7 +7,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import read_metrics
 from moe_parallel.telemetry.sinks import (
     Telemetry,
     TensorBoardSink,
@@ -57,11 +55,7 @@ def test_tensorboard_of_a_resumed_run_has_each_iteration_once(tmp_path):
     log_losses(tmp_path, {30: 2.0, 40: 1.0}, resumed_from=20, last=last)
     expected = [(10, 5.0), (20, 4.0), (30, 2.0), (40, 1.0)]
     assert curve(tmp_path, "train/lm_loss") == expected
-
-
-def test_tensorboard_of_a_new_run_hides_another_in_the_same_folder(tmp_path):
-    log_losses(tmp_path, {10: 5.0, 20: 4.0})
-    log_losses(tmp_path, {10: 3.0})
+    log_losses(tmp_path, {10: 3.0})  # a new run hides another in the same folder
     assert curve(tmp_path, "train/lm_loss") == [(10, 3.0)]
 
 
@@ -86,16 +80,6 @@ def wandb_sink(directory, told=None) -> WandbSink:
 def test_wandb_missing_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--wandb-project moe needs wandb, .*pip install wandb"):
-        wandb_sink(tmp_path)
-
-
-def test_a_broken_wandb_is_not_called_missing(tmp_path, monkeypatch):
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "wandb.py").write_text("import a_module_that_wandb_would_need\n")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.syspath_prepend(folder)
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_wandb_would_need"):
         wandb_sink(tmp_path)
 
 
@@ -150,14 +134,6 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert wandb.finished
 
 
-def test_an_id_of_wandb_without_end_is_read_in_part(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
-    (tmp_path / "wandb_run_id.txt").write_text("1a2b" + " " * 100)
-    os.truncate(tmp_path / "wandb_run_id.txt", 1 << 40)  # sparse
-    wandb_sink(tmp_path, [])
-    assert wandb.started[0]["id"] == "1a2b"
-
-
 def test_wandb_is_not_told_again(tmp_path, monkeypatch):
     """W&B cannot remove records after the checkpoint; a value that differs is logged again."""
     wandb = FakeWandb()
@@ -193,26 +169,12 @@ def test_wandb_offline_for_real(tmp_path):
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def test_a_record_reaches_every_sink(tmp_path, capsys):
-    with open_telemetry(tmp_path, 100) as telemetry:
-        telemetry.advance(1)
-        telemetry.log(example_record(20, validation=VALIDATION))
-        telemetry.say("saved iter_0000020")
-    assert read_metrics(tmp_path / "metrics.jsonl") == [example_record(20, validation=VALIDATION)]
-    assert curve(tmp_path, "train/lm_loss") == [(20, 4.25)]
-    assert "loss 4.2500" in (printed := capsys.readouterr().out)
-    assert "saved iter_0000020" in printed
-
-
-def test_without_a_folder_only_the_console(capsys):
+def test_without_a_folder_only_the_console_and_on_other_ranks_nothing(capsys):
     with open_telemetry(None, 100) as telemetry:
         telemetry.log(example_record(20))
     assert "iteration  20/100" in capsys.readouterr().out
     with pytest.raises(InputError, match="--wandb-project p.*--save"):
         open_telemetry(None, 100, wandb_project="p")
-
-
-def test_a_rank_that_reports_nothing(capsys):
     with Telemetry() as telemetry:
         telemetry.advance(1)
         telemetry.say("hello")
@@ -221,67 +183,44 @@ def test_a_rank_that_reports_nothing(capsys):
 
 
 def test_names_and_values():
-    named = scalars(example_record(validation=VALIDATION))
-    assert named["train/lm_loss"] == 4.25
-    assert named["train/consumed_tokens"] == 81920
-    assert named["validation/prose/bits_per_byte"] == 2.25
-    assert named["moe/layer_02/ent_load"] == 0.5
-    assert named["moe/layer_01/tokens_dropped"] == 1
-    assert named["moe/layer_01/imbalance"] == 1.5  # 6 of 8 choices; an even load would be 4
-    assert "train/iteration" not in named
-
-
-def test_the_machine():
-    named = scalars(example_record(machine={"mfu": 0.5, "gpu_watts": None}))
-    assert named["machine/mfu"] == 0.5
-    assert not {"train/machine", "machine/gpu_watts"} & named.keys()
-
-
-def test_what_only_some_systems_have():
-    record = example_record()
-    record["layers"][1] |= {"utilisation": 0.5, "routing_weight_per_expert": [0.25, 0.75]}
+    """6 of 8 choices fall on an expert of layer 1, where an even load would be 4."""
+    record = example_record(validation=VALIDATION, machine={"mfu": 0.5, "gpu_watts": None})
     record["layers"][0] |= {"z_loss": 4.0, "experts_per_token": 1.5}
+    record["layers"][1] |= {"utilisation": 0.5, "routing_weight_per_expert": [0.25, 0.75]}
+    record["layers"][1]["tokens_per_expert"] = [4, 4]
     named = scalars(record)
-    assert named["moe/layer_02/utilisation"] == 0.5
-    assert (named["moe/layer_01/z_loss"], named["moe/layer_01/experts_per_token"]) == (4.0, 1.5)
-    assert "moe/layer_01/utilisation" not in named and "moe/layer_02/z_loss" not in named
+    expected = {
+        "train/lm_loss": 4.25,
+        "train/consumed_tokens": 81920,
+        "machine/mfu": 0.5,
+        "validation/prose/bits_per_byte": 2.25,
+        "moe/layer_02/ent_load": 0.5,
+        "moe/layer_01/tokens_dropped": 1,
+        "moe/layer_01/imbalance": 1.5,
+        "moe/layer_01/z_loss": 4.0,
+        "moe/layer_01/experts_per_token": 1.5,
+        "moe/layer_02/utilisation": 0.5,
+        "moe/ent_load": 0.5,
+        "moe/ent_conf": 0.25,
+        "moe/max_minus_min_load": 1.0,
+        "moe/tokens_dropped": 2,
+        "moe/imbalance_mean": 1.25,
+        "moe/imbalance_max": 1.5,
+    }
+    assert {name: named[name] for name in expected} == expected
+    absent = {"train/iteration", "train/machine", "machine/gpu_watts", "moe/layer_02/z_loss"}
+    assert not absent & named.keys()
     by_expert = histograms(record)
     assert by_expert["moe/layer_02/routing_weight"] == [0.25, 0.75]
     assert "moe/layer_01/routing_weight" not in by_expert
 
 
-def test_totals_are_means_of_entropies_and_sums_of_differences():
-    record = example_record()
-    record["layers"][1]["tokens_per_expert"] = [4, 4]
-    named = scalars(record)
-    assert named["moe/ent_load"] == 0.5
-    assert named["moe/ent_conf"] == 0.25
-    assert named["moe/max_minus_min_load"] == 1.0
-    assert named["moe/tokens_dropped"] == 2
-    assert (named["moe/imbalance_mean"], named["moe/imbalance_max"]) == (1.25, 1.5)
-
-
-def test_charts_do_not_grow_with_the_experts():
-    """24 layers of 64 experts: numbers per layer, and one distribution over a layer's experts."""
-    layer = example_record()["layers"][0]
-    wide = {"tokens_per_expert": list(range(64)), "norm_per_expert": [1.0] * 64}
-    record = example_record(layers=[layer | wide | {"layer": n} for n in range(1, 25)])
-    by_expert = histograms(record)
-    assert len(by_expert) == 24 * 2 and len(scalars(record)) < 24 * 12
-    loads = by_expert["moe/layer_24/load"]
-    assert len(loads) == 64 and sum(loads) == pytest.approx(64)
-    assert loads[63] == pytest.approx(63 / 31.5)
-
-
-def test_what_is_not_finite_is_left_out_of_distributions():
+def test_what_is_not_finite_is_left_out():
     record = example_record()
     record["layers"][0]["norm_per_expert"] = [float("nan"), 2.0]
     record["layers"][1]["norm_per_expert"] = [None, None]
     by_expert = histograms(record)
     assert by_expert["moe/layer_01/norm"] == [2.0]
     assert "moe/layer_02/norm" not in by_expert
-
-
-def test_a_dense_model_has_no_routing_and_nan_is_left_out():
     named = scalars({"iteration": 3, "lm_loss": float("nan"), "grad_norm": None, "aux_loss": 1})
     assert named == {"train/aux_loss": 1.0}

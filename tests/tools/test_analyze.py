@@ -1,8 +1,6 @@
 """The program: its files, their part of the report, and its errors."""
 
-import ctypes
 import json
-import os
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +8,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moe_parallel.analysis import routing as written
 from moe_parallel.analysis.report.text_entry import text_entry
 from moe_parallel.analysis.routing import read_facts, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
-from moe_parallel.evaluation import given_text
 from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
 from moe_parallel.training.standalone import evaluation_config, standalone_config
-from tests.data import small_text
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, flags, pretrain_here, small_data
 from tests.systems import merges, options
@@ -191,50 +186,6 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
     assert done.returncode == 2 and "broken.txt is not UTF-8" in done.stderr
     assert done.stderr.count("\n") == 1
     assert read_facts(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
-
-
-M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of malloc.h
-MOST_GROWTH = 16 * 2**20  # 33 to 45 MiB if all rows are kept
-
-
-def _peak(load: Path, text: Path, output: Path) -> int:
-    """The most memory of an analysis in this process, in bytes. What is read and written at a time
-    is small, so that it would show if more were kept."""
-    # Arrow's own allocator returns memory after a delay, which is longer on a busy machine. glibc's
-    # keeps what a thread freed in that thread's arena, and how many threads there are depends on
-    # what else runs: one arena for all, and large blocks that are returned at once.
-    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
-    for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 17)):
-        assert ctypes.CDLL(None).mallopt(parameter, value) == 1
-    written.ROWS_OF_A_GROUP, given_text.TEXT_PIECE = 2_000, 1 << 13
-    config = standalone_config([], load=str(load))
-    files = AnalysisOptions({"long": text}, None, 9, 40, True, "")
-    analyze(config, evaluation_config([], str(load), 1), files, output)
-    (line,) = [line for line in Path("/proc/self/status").open() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
-
-
-@pytest.mark.full
-def test_memory_does_not_grow_with_the_text(trained: Path, tmp_path: Path) -> None:
-    # What an allocator keeps is sometimes 30 MB more. Rows that are kept are there in every run.
-    grown = [_grown(trained, tmp_path / "first")]
-    if grown[0] >= MOST_GROWTH:
-        grown += [_grown(trained, tmp_path / again) for again in ("second", "third")]
-    assert min(grown) < MOST_GROWTH, grown
-
-
-def _grown(load: Path, folder: Path) -> int:
-    """How many bytes more an analysis takes of a text that is eight times as long."""
-    folder.mkdir()
-    peaks, tokens = [], []
-    for repeats in (1, 8):
-        text, output = folder / f"{repeats}.txt", folder / str(repeats)
-        text.write_text(small_text.words(8_000, 1) * repeats)  # one line
-        (peak,) = run_distributed(1, _peak, load, text, output)
-        peaks.append(peak)
-        tokens.append(sum(read_facts(output)["tokens"].values()))
-    assert tokens[1] > 7.8 * tokens[0]
-    return peaks[1] - peaks[0]
 
 
 @pytest.mark.parametrize(

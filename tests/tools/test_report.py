@@ -12,7 +12,6 @@ import pytest
 
 from tests.analysis.report.folders import (
     analysis_folder,
-    plan_file,
     run_folder,
     scaling_folder,
 )
@@ -31,27 +30,32 @@ def test_a_page_about_everything(tmp_path, capsys):
     starts = [{"command": "python a.py", "ranks": 1}, {"command": "python b.py", "ranks": 2}]
     run = run_folder(tmp_path / "run", starts=starts)
     old = run_folder(tmp_path / "old <b>", options={"expert-selection": "topk"})
-    checkpoint = old / "iter_0000300"
-    checkpoint.mkdir()
-    (checkpoint / "checkpoint.json").write_text(json.dumps({"versions": {"torch": "2.0"}}))
-    sources = [run, old, scaling_folder(tmp_path / "s"), plan_file(tmp_path / "p.json")]
+    records = [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}]
+    sources = [run, old, run_folder(tmp_path / "evaluated", records)]
+    sources.append(scaling_folder(tmp_path / "s"))
     output = tmp_path / "new" / "page.html"
     assert main([*map(str, sources), "--output", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output} (0.")
     page = output.read_text(encoding="utf-8")
     assert "old &lt;b&gt;" in page and "old <b>" not in page
     data = data_of(page)
-    one, other = data["runs"]
+    one, other, evaluated = data["runs"]
     assert (one["name"], one["facts"]["system"]) == ("run", "aoe")
     assert [start["command"] for start in one["starts"]] == ["python a.py", "python b.py"]
-    assert one["again"] is None and other["starts"] == []
-    assert other["again"] == (
-        f"python pretrain_gpt_moe.py --config '{old}/config.yaml' --save '{old}-again'"
-    )
-    assert other["versions"] == {"torch": "2.0"}
+    assert other["starts"] == []
     assert one["options"]["train-iters"] == "300"
+    assert (evaluated["curves"], evaluated["routing"]) == ({"loss/a": {"x": [7], "y": [2.5]}}, None)
     assert data["command"].startswith("python tools/report.py ")
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
+
+
+def test_the_page_of_one_folder_is_in_it(tmp_path, capsys, monkeypatch):
+    run, study = run_folder(tmp_path / "run"), scaling_folder(tmp_path / "s")
+    monkeypatch.chdir(tmp_path)
+    for sources, place in [([run], "run/report.html"), ([run, study], "report.html")]:
+        assert main([*map(str, sources)]) == 0
+        assert (tmp_path / place).is_file() and f"{place} (0." in capsys.readouterr().out
+        (tmp_path / place).unlink()
 
 
 @pytest.mark.parametrize(
@@ -81,15 +85,11 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, write, message):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     run = run_folder(folder / "run", starts=[{"ranks": 1}])
-    (run / "iter_0000300").mkdir()
-    (run / "iter_0000300" / "checkpoint.json").write_text('{"versions": {"n": 1}}')
     analysis_folder(run / "analysis")
     study = make_study(folder / "study", ["topk"])
     write_cell(study.cell("topk", 1), plausible_records("fixed", 1, logged=4))
     scaling_folder(folder / "scaling")
-    (folder / "plan").mkdir()
-    plan_file(folder / "plan" / "p.json")
-    sources = [run, study.path, folder / "scaling", folder / "plan" / "p.json"]
+    sources = [run, study.path, folder / "scaling"]
     assert main([*map(str, sources), "--output", str(folder / "r.html")]) == 0
     return folder
 
@@ -99,8 +99,8 @@ def whole(tmp_path_factory):
     "name",
     [
         "run/metrics.jsonl", "run/config.yaml", "run/starts.jsonl", "scaling/scaling.csv",
-        "run/iter_0000300/checkpoint.json", "run/analysis/analysis.json", "study/study.json",
-        "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl", "plan/p.json",
+        "run/analysis/analysis.json", "study/study.json",
+        "run/analysis/loads.parquet", "study/cells/topk/seed-1/metrics.jsonl",
     ],
 )  # fmt: skip
 def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, name, damage):
@@ -116,19 +116,11 @@ def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, 
         file.write_bytes(re.sub(rb"(?<=[ ,])[0-9]+", b"1" + b"0" * 400, content, count=3))
     else:
         file.write_text("[" * 5_000 + "]" * 5_000 if damage == "deep" else "a: &a [*a]")
-    source = file if name == "plan/p.json" else folder
-    code = main([str(source), "--output", str(tmp_path / "r.html")])
+    code = main([str(folder), "--output", str(tmp_path / "r.html")])
     said = capsys.readouterr().err
     assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
     if not code:
         data_of((tmp_path / "r.html").read_text(encoding="utf-8"))
-
-
-def test_a_run_that_was_only_evaluated(tmp_path, capsys):
-    run = run_folder(tmp_path / "run", [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}])
-    assert main([str(run), "--output", str(tmp_path / "r.html")]) == 0
-    (entry,) = data_of((tmp_path / "r.html").read_text(encoding="utf-8"))["runs"]
-    assert entry["curves"] == {"loss/a": {"x": [7], "y": [2.5]}} and entry["routing"] is None
 
 
 def test_wrong_flags(tmp_path, capsys):

@@ -74,8 +74,7 @@ def test_the_rates_of_a_run(tmp_path: Path, system: dict[str, Any]) -> None:
         rate = flops * record["tokens_per_second"] / 2 / 1e12
         assert record["machine"]["tflops_per_device"] == pytest.approx(rate)
         assert record["machine"]["mfu"] == pytest.approx(rate / PEAK)
-        assert "joules_per_token" not in record["machine"]
-    assert any("host_memory_percent" in record["machine"] for record in records)
+        assert set(record["machine"]) == {"tflops_per_device", "mfu"}
     assert " tokens/s | MFU " in output
     assert imported == [False, False]  # there is no GPU
 
@@ -238,7 +237,6 @@ def test_only_the_load_is_the_same_in_every_run(slow_host):
         for first in (0, 2)
     ]
     assert record["rank_load"]["overload"] == max(loads)
-    assert record["rank_load"]["p50"] == sorted(loads)[1]
 
 
 STEPS = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}

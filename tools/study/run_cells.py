@@ -6,13 +6,15 @@ import argparse
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -83,7 +85,7 @@ class Schedule:
         part: Part | None = None,
     ) -> None:
         self._folder, self._manifest = folder, manifest
-        self._names, self._seeds, self._stages, self._part = list(seeds), seeds, stages, part
+        self._seeds, self._stages, self._part = seeds, stages, part
         self._factors = len(manifest.design.lr_grid)
         self._sweeps: dict[str, Sweep] = {}  # the finished ones
         self._over: set[Cell] = set()
@@ -99,47 +101,23 @@ class Schedule:
         self._over |= {c for c in known if c not in self._over and self._manifest.is_over(c)}
         return [cell for cell in known if cell not in self._over]
 
-    def number_unknown(self) -> int:
-        """The number of runs that are not known yet."""
-        if self._part is not None:
-            return 0
-        whole = {
-            "grid": len(self._names) * self._factors,
-            "further": len(self._names) if self._factors else 0,
-            "seeds": sum(map(len, self._seeds.values())),
-        }
-        return sum(whole[stage] - len(self._cells(stage)) for stage in self._stages)
-
-    def undecided(self) -> list[str]:
-        """The contenders of which a stage does not know its runs, though nothing is left."""
-        if not self._factors:
-            return []
-        known = {
-            stage: [cell.contender for cell in self._cells(stage)]
-            for stage in self._stages
-            if stage != "grid"
-        }
-        return [
-            name
-            for name in self._names
-            if any(
-                names.count(name) < (1 if stage == "further" else len(self._seeds[name]))
-                for stage, names in known.items()
-            )
-        ]
+    def unknown(self) -> Counter[str]:
+        """The number of runs of each contender that are not known yet."""
+        whole = {"grid": self._factors, "further": min(1, self._factors)}
+        number = Counter[str]()
+        for stage in self._stages:
+            number.update({name: whole.get(stage, len(its)) for name, its in self._seeds.items()})
+            number.subtract(cell.contender for cell in self._cells(stage))
+        return +number
 
     def _cells(self, stage: str) -> list[Cell]:
         if stage == "seeds":
-            decided = {
-                name: its
-                for name, its in self._seeds.items()
-                if not self._factors or self._is_decided(name)
-            }
+            decided = {n: its for n, its in self._seeds.items() if self._is_decided(n)}
             return list(self._folder.cells(decided))
         if not self._factors:
             return []
-        of_each = [self._pilots(name) for name in self._names]
         places = range(self._factors) if stage == "grid" else [self._factors]
+        of_each = [self._pilots(name) for name in self._seeds]
         return [cells[place] for place in places for cells in of_each if place < len(cells)]
 
     def _pilots(self, name: str) -> list[Cell]:
@@ -152,7 +130,7 @@ class Schedule:
         """Whether the options of the compared runs are known. They are recorded, and never change
         again."""
         tuned = self._manifest.tuned
-        if name not in tuned:
+        if self._factors and name not in tuned:
             options = tuned_options(self._folder, self._manifest, name)
             if options is None:
                 return False
@@ -240,14 +218,7 @@ class CellRunner:
             command += ["--load", str(cell.folder)]
         ours = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER_JOB}
         path = os.pathsep.join(filter(None, [str(ROOT), ours.get("PYTHONPATH", "")]))
-        facts = {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": self._machine,
-            "software": self._software,
-            "load_average": os.getloadavg()[0],
-            "jobs": self.jobs,
-        }
-        begin, busy = monotonic(), machine.busy_seconds()
+        started, begin = datetime.now(UTC).isoformat(timespec="seconds"), monotonic()
         with cell.output.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -257,18 +228,18 @@ class CellRunner:
                 start_new_session=True,  # the terminal's Ctrl-C reaches only us; passed on once
             )
         with stop.watching(process):
-            # Gives the CPU time of the process and of its children (the launcher's ranks).
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = monotonic() - begin
-        others = machine.busy_seconds() - busy - usage.ru_utime - usage.ru_stime
-        measured = {
-            "seconds": round(seconds, 1),
-            "exit_code": process.returncode,
-            "other_cores": round(max(0.0, others) / seconds, 3),
-        }
-        cell.add_attempt(facts | measured)
-        return process.returncode
+            code = process.wait()
+        cell.add_attempt(
+            {
+                "started": started,
+                "machine": self._machine,
+                "software": self._software,
+                "jobs": self.jobs,
+                "seconds": round(monotonic() - begin, 1),
+                "exit_code": code,
+            }
+        )
+        return code
 
 
 def train(
@@ -284,11 +255,11 @@ def train(
     Returns the exit codes of those that failed.
     """
     end = None if minutes is None else monotonic() + 60 * minutes
-    jobs, known, left = runner.jobs, schedule.known(), schedule.left()
-    unknown = schedule.number_unknown()
-    if len(left) < len(known):
-        print(f"{len(known) - len(left)} of {len(known) + unknown} runs are finished already")
-    lines = _Lines(len(known) - len(left), len(left) + unknown, jobs)
+    jobs, left, known = runner.jobs, schedule.left(), schedule.known()
+    done, whole = len(known) - len(left), len(known) + schedule.unknown().total()
+    if done:
+        print(f"{done} of {whole} runs are finished already")
+    lines = _Lines(whole - done, jobs)
     failed: dict[Cell, int] = {}
     begun: set[Cell] = set()
     running: dict[Future[int], Cell] = {}
@@ -316,47 +287,29 @@ def train(
 
 
 class _Lines:
-    """What is printed of each run: its number among all and how it ended, and what is left then.
+    """What is printed of each run: its number of all, how it ended, and how long the rest takes."""
 
-    finished: the number of runs that were finished before; number: that of the others.
-    """
-
-    def __init__(self, finished: int, number: int, jobs: int) -> None:
-        self._finished, self._number, self._jobs = finished, number, jobs
-        self._labels: dict[Cell, str] = {}
-        self._running: dict[Cell, float] = {}  # since when
+    def __init__(self, number: int, jobs: int) -> None:
+        self._number, self._jobs = number, jobs
+        self._begun: dict[Cell, tuple[str, float]] = {}  # labels, and when
         self._seconds: list[float] = []  # of the runs that have ended
-        self._failed = 0
 
     def begin(self, cell: Cell) -> None:
-        place = len(self._labels) + 1
+        place = len(self._begun) + 1
         label = f"[{place:>{len(str(self._number))}}/{self._number}] {cell.label}"
-        self._labels[cell], self._running[cell] = label, monotonic()
+        self._begun[cell] = label, monotonic()
         print(f"{label}: training; to follow it: tail -f {cell.output}", flush=True)
 
     def end(self, cell: Cell, outcome: str, *, failed: bool = False) -> None:
-        """Tell how the run ended, and when the last will if all take as long as those before."""
-        now = monotonic()
-        seconds = now - self._running.pop(cell)
-        self._seconds.append(seconds)
-        self._failed += failed
-        took = "" if failed else f"; {_duration(seconds)}"
+        """Tell how the run ended, and how long the others take if they take as long as those."""
+        label, since = self._begun[cell]
+        self._seconds.append(monotonic() - since)
+        took = "" if failed else f"; {_duration(self._seconds[-1])}"
+        left = self._number - len(self._seconds)
+        ahead = _duration(statistics.fmean(self._seconds) * left / self._jobs)
+        rest = f"; {left} left, about {ahead}" if left else ""
         file = sys.stderr if failed else sys.stdout
-        print(f"{self._labels[cell]}: {outcome}{took}", file=file, flush=True)
-        left = self._number - len(self._labels)
-        if not left and not self._running:
-            return
-        mean = sum(self._seconds) / len(self._seconds)
-        rests = [max(0.0, mean - (now - since)) for since in self._running.values()]
-        ahead = max([(left * mean + sum(rests)) / self._jobs, *rests])
-        done = self._finished + len(self._seconds) - self._failed
-        bad = f", {self._failed} failed" if self._failed else ""
-        print(
-            f"{done} of {self._finished + self._number} runs done{bad}, {len(self._running)} "
-            f"running, {left} left: {_duration(ahead)}, until "
-            f"{datetime.now() + timedelta(seconds=ahead):%Y-%m-%d %H:%M}",
-            flush=True,
-        )
+        print(f"{label}: {outcome}{took}{rest}", file=file, flush=True)
 
 
 def _outcome(cell: Cell) -> str:

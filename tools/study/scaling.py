@@ -23,9 +23,10 @@ from moe_parallel.analysis.scaling import (
     FAILED,
     FINISHED,
     QUEUED,
-    CellFolder,
+    ScalingCell,
     cells,
     parse_vary,
+    read_cells,
     rows_of,
     write_scaling_report,
 )
@@ -77,12 +78,6 @@ def main(arguments: list[str]) -> int:
         help=f"also plan each cell, on {', '.join(NODES)} or on the node that a JSON file "
         "describes",
     )
-    report.add_argument(
-        "--over",
-        metavar="FLAG",
-        help="horizontal axis: nodes, or a flag of --vary (default: nodes if their number "
-        "varies, otherwise the first flag with several values)",
-    )
     words = ["python", "tools/study/scaling.py", *arguments]
     return tool.run(
         arguments, lambda own: _run(own) if own.command == "run" else _report(own, words)
@@ -95,26 +90,27 @@ def _run(own: Namespace) -> int:
         raise InputError(f"--nodes {min(own.nodes)}: it must be at least 1")
     options = {name.replace("-", "_"): value for name, value in read_yaml(own.config).items()}
     varied = parse_vary(own.vary)
-    grid = list(cells(options, own.nodes, varied, ranks_per_node=own.ranks_per_node, weak=own.weak))
-    study, code = own.study.absolute(), 0
+    ranks, code = own.ranks_per_node, 0
+    grid = list(
+        cells(own.study.absolute(), options, own.nodes, varied, ranks_per_node=ranks, weak=own.weak)
+    )
     reasons = [cell.why_not() for cell in grid]  # a wrong flag ends the study before its first job
     queued = set() if own.local else _queue()
     for cell, reason in zip(grid, reasons, strict=True):
         if reason is not None:
             print(f"{cell.name}: not feasible: {reason}")
             continue
-        folder = CellFolder.of(study, cell)
-        folder.write()
-        state = folder.state(queued)
+        cell.write()
+        state = cell.state(queued)
         if state in (FINISHED, QUEUED):
             print(f"{cell.name}: {state}")
             continue
         if state == FAILED:
-            print(f"{cell.name}: failed before: {folder.last_line}")
+            print(f"{cell.name}: failed before: {cell.last_line}")
         if not own.local:
-            print(f"{cell.name}: job {_submit(folder, own.ranks_per_node, own.sbatch)}")
-        elif failed := _run_here(folder):
-            print(f"{cell.name}: exit code {failed}: {folder.last_line}")
+            print(f"{cell.name}: job {_submit(cell, ranks, own.sbatch)}")
+        elif failed := _run_here(cell):
+            print(f"{cell.name}: exit code {failed}: {cell.last_line}")
             code = 1
         else:
             print(f"{cell.name}: {FINISHED}")
@@ -126,14 +122,14 @@ def _queue() -> set[str]:
     return set(_slurm(["squeue", "--noheader", "--me", "--format=%A"]).split())
 
 
-def _submit(folder: CellFolder, ranks_per_node: int, flags: str) -> str:
+def _submit(cell: ScalingCell, ranks_per_node: int, flags: str) -> str:
     """The number of the new job of a cell. `flags`: further flags of sbatch."""
-    words = ["sbatch", "--parsable", "--nodes", str(folder.cell.nodes)]
-    words += ["--job-name", "scaling", "--output", str(folder.output)]
-    words += [*shlex.split(flags), str(JOB), str(folder.run)]
-    said = _slurm([*words, "--config", str(folder.config_file)], ranks_per_node)
+    words = ["sbatch", "--parsable", "--nodes", str(cell.nodes)]
+    words += ["--job-name", "scaling", "--output", str(cell.output)]
+    words += [*shlex.split(flags), str(JOB), str(cell.run)]
+    said = _slurm([*words, "--config", str(cell.config_file)], ranks_per_node)
     job = said.strip().split(";")[0]
-    folder.job_file.write_text(job)
+    cell.job_file.write_text(job)
     return job
 
 
@@ -154,13 +150,13 @@ def _slurm(words: list[str], ranks_per_node: int | None = None) -> str:
     return done.stdout
 
 
-def _run_here(folder: CellFolder) -> int:
+def _run_here(cell: ScalingCell) -> int:
     """Trains a cell on this machine; returns the exit code."""
-    command = [sys.executable, str(SCRIPT), "--nproc-per-node", str(folder.cell.ranks)]
-    command += ["--config", str(folder.config_file)]
-    command += ["--save", str(folder.run), "--load", str(folder.run)]
-    folder.job_file.write_text("local")
-    with folder.output.open("wb") as output:
+    command = [sys.executable, str(SCRIPT), "--nproc-per-node", str(cell.ranks)]
+    command += ["--config", str(cell.config_file)]
+    command += ["--save", str(cell.run), "--load", str(cell.run)]
+    cell.job_file.write_text("local")
+    with cell.output.open("wb") as output:
         return subprocess.run(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode
@@ -171,15 +167,14 @@ def _report(own: Namespace, words: list[str]) -> None:
         raise InputError(f"--warm-up is {own.warm_up}: it must be at least 0")
     if not own.study.is_dir():
         raise InputError(f"{own.study} is not a folder: name the folder of a study")
-    folders = CellFolder.read_all(own.study)
-    for each in folders:
-        if not each.is_finished:
-            print(f"not finished: {each.cell.name}: {each.last_line}")
+    found = read_cells(own.study)
+    for cell in found:
+        if not cell.is_finished:
+            print(f"not finished: {cell.name}: {cell.last_line}")
     cluster = None if own.node is None else one_node(own.node)
-    rows = rows_of(folders, own.warm_up, cluster, own.over)
-    for row in rows if cluster is not None else []:
-        if row.no_plan is not None:
-            print(f"no plan: {row.cell.name}: {row.no_plan}")
+    rows, reasons = rows_of(found, own.warm_up, cluster)
+    for name, reason in reasons.items():
+        print(f"no plan: {name}: {reason}")
     for file in write_scaling_report(rows, own.study, words):
         print(file)
 

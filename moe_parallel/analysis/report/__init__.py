@@ -1,1 +1,1 @@
-"""One page of HTML about runs, studies and plans, which needs no network."""
+"""One page of HTML about runs and studies, which needs no network."""

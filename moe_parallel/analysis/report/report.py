@@ -1,4 +1,4 @@
-"""The report: from the folders of runs, studies and plans to one page of HTML.
+"""The report: from the folders of runs and studies to one page of HTML.
 
 The page is one file with the style, the program and the data inside. The browser is told to load
 nothing and to run no other script (Content-Security-Policy). The data are JSON in which no
@@ -17,7 +17,6 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -27,18 +26,13 @@ import moe_parallel
 from moe_parallel.analysis.report.run_entry import run_entry
 from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
 from moe_parallel.errors import InputError
-from moe_parallel.reading import parse_json, read_small
+from moe_parallel.reading import read_small
 from moe_parallel.telemetry.metrics import METRICS_FILE
 
 SCALING = "scaling.csv"
-#: What the page shows of a planned layout.
-PLANNED = (
-    "layout", "memory", "seconds", "seconds_by_part", "tokens_per_second_and_gpu",
-    "model_tflops_per_gpu",
-)  # fmt: skip
 #: The parts of the program, in the order in which they are joined.
-SCRIPTS = ("elements.js", "figures.js", "runs.js", "experts.js", "texts.js",
-           "plans.js", "start.js")  # fmt: skip
+SCRIPTS = ("elements.js", "figures.js", "runs.js", "experts.js", "texts.js", "scaling.js",
+           "start.js")  # fmt: skip
 
 
 def report_of(
@@ -48,7 +42,7 @@ def report_of(
     command: Sequence[str] = (),
     advance: Callable[[int], object] = lambda done: None,
 ) -> str:
-    """The HTML page about runs, studies and plans; see `find_sources` for what `paths` may be.
+    """The HTML page about runs and studies; see `find_sources` for what `paths` may be.
 
     Args:
         title: the heading; by default the names of the runs.
@@ -57,60 +51,44 @@ def report_of(
 
     Raises InputError.
     """
-    sources = find_sources(paths)
+    folders, scaling = find_sources(paths)
     runs = []
-    for name, folder in sources.runs:
+    for name, folder in folders:
         runs.append(run_entry(folder, name))
         advance(1)
-    names = [each["name"] for each in (*runs, *sources.scaling, *sources.plans)]
+    names = [each["name"] for each in (*runs, *scaling)]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    content: dict[str, Any] = {"command": shlex.join(command), "runs": runs}
-    content |= {"scaling": sources.scaling, "plans": sources.plans}
+    content = {"command": shlex.join(command), "runs": runs, "scaling": scaling}
     return page_of(content, title or ", ".join(names[:4]) + more)
 
 
-@dataclass
-class Sources:
-    """The parts of a report."""
-
-    runs: list[tuple[str, Path]] = field(default_factory=list)  # (name, folder)
-    scaling: list[dict[str, Any]] = field(default_factory=list)  # {name, rows}
-    plans: list[dict[str, Any]] = field(default_factory=list)  # {name, plan: see _plan}
-
-
-def find_sources(paths: Sequence[Path]) -> Sources:
-    """Recognizes each path by its content.
+def find_sources(paths: Sequence[Path]) -> tuple[list[tuple[str, Path]], list[dict[str, Any]]]:
+    """(name and folder of each run, name and rows of each scaling study), by the paths' contents.
 
     - a folder with metrics.jsonl: a run
     - a folder with study.json: every run of the study that has metrics
     - a folder with scaling.csv: the figures of a scaling study
-    - a .json file: what tools/plan.py --json printed
 
     Raises InputError for anything else, and if nothing is left.
     """
-    sources = Sources()
+    scaling: list[dict[str, Any]] = []
     folders: dict[Path, int] = {}  # with the least number of parts of the name
     for path in paths:
-        if path.is_file():
-            sources.plans.append({"name": path.stem, "plan": _plan(path)})
-        elif (path / METRICS_FILE).is_file():
+        if (path / METRICS_FILE).is_file():
             folders.setdefault(path, 1)
         elif (path / STUDY_MANIFEST).is_file():
             folders |= dict.fromkeys(_cells(path), 2)  # contender/seed
         elif (path / SCALING).is_file():
-            sources.scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
+            scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
         elif path.exists():
             raise InputError(
-                f"{path}: has no {METRICS_FILE}, {STUDY_MANIFEST} or {SCALING}: name a run, a "
-                "study, or a .json file of tools/plan.py --json"
+                f"{path}: has no {METRICS_FILE}, {STUDY_MANIFEST} or {SCALING}: name a run or a "
+                "study"
             )
         else:
-            raise InputError(
-                f"{path}: there is no such folder or file: name the folder that --save named"
-            )
+            raise InputError(f"{path}: there is no such folder: name the folder that --save named")
     names = short_names([folder.resolve() for folder in folders], list(folders.values()))
-    sources.runs = list(zip(names, folders, strict=True))
-    return sources
+    return list(zip(names, folders, strict=True)), scaling
 
 
 def _cells(study: Path) -> list[Path]:
@@ -138,21 +116,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not rows or "tokens_per_second" not in rows[0] or "nodes" not in rows[0]:
         raise InputError(f"{path} is not a table of tools/study/scaling.py report: write it again")
     return rows
-
-
-def _plan(path: Path) -> dict[str, Any]:
-    """{gpus, plans, refused}."""
-    try:
-        plan = parse_json(read_small(path))
-        return {
-            "gpus": plan["cluster"]["gpus"],
-            "plans": [{name: each[name] for name in PLANNED} for each in plan["plans"]],
-            "refused": len(plan["refused"]),
-        }
-    except (ValueError, OSError, LookupError, TypeError):
-        raise InputError(
-            f"{path} is not a plan: give a file with the output of tools/plan.py --json"
-        ) from None
 
 
 def short_names(paths: Sequence[Path], fewest: Sequence[int]) -> list[str]:

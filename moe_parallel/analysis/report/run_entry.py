@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from moe_parallel.analysis.report.numbers import (
     thinned,
 )
 from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
-from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, last_tenth
+from moe_parallel.analysis.run_history import RunHistory, last_tenth
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
-from moe_parallel.reading import parse_json, read_lines, read_small
+from moe_parallel.reading import parse_json, read_lines
 from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, loss_names, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
@@ -61,7 +60,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")
-    options, starts = _options(folder), _starts(folder)
+    options = _options(folder)
     try:
         measured = _measured(RunHistory.from_records(records), options)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -77,9 +76,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
         **measured,
         "options": words,
         "text": text_entry(folder / ANALYSIS) if (folder / ANALYSIS).is_dir() else None,
-        "starts": starts,
-        "again": None if starts else _command(folder),
-        "versions": starts[-1].get("versions") if starts else _versions_of_checkpoint(folder),
+        "starts": _starts(folder),
     }
 
 
@@ -113,7 +110,7 @@ def _options(folder: Path) -> RunOptions:
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
-    """The lines of starts.jsonl that can be read; [] for a run of an earlier version."""
+    """The lines of starts.jsonl that can be read."""
     path = folder / STARTS
     found = []
     for line in read_lines(path) if path.is_file() else ():
@@ -124,24 +121,6 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
         if isinstance(start, dict):
             found.append(start)
     return found
-
-
-def _command(folder: Path) -> str | None:
-    """A command that repeats a run which did not record its own."""
-    config = folder / CONFIG
-    words = ["python", "pretrain_gpt_moe.py", "--config", str(config), "--save", f"{folder}-again"]
-    return shlex.join(words) if config.is_file() else None
-
-
-def _versions_of_checkpoint(folder: Path) -> dict[str, Any] | None:
-    for path in sorted(folder.glob("iter_*/checkpoint.json"), reverse=True):
-        try:
-            versions = parse_json(read_small(path)).get("versions")
-        except (ValueError, OSError, AttributeError):
-            continue
-        if isinstance(versions, dict):
-            return versions
-    return None
 
 
 def curves_of(history: RunHistory) -> Curves:
@@ -239,8 +218,7 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
     by_layer = {
         "ent_load": routing.ent_load_RG,
         "ent_conf": routing.ent_conf_RG,
-        "experts_per_token": _per_layer(history, routing, "experts_per_token"),
-        "utilisation": _per_layer(history, routing, "utilisation"),
+        **routing.other_RG,
     }
     choices_G = np.maximum(routing.tokens_per_expert_RGE.sum(axis=(0, 2)), 1)
     found: dict[str, Any] = {
@@ -256,7 +234,6 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
             **{
                 name: shorts(bucket_means(values_RG, parts_of_layers))
                 for name, values_RG in by_layer.items()
-                if values_RG is not None
             },
         },
     }
@@ -268,16 +245,3 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
         found["norms"] = as_bytes(means, float(np.nanmax(means)))
         found["norms"]["tokens"] = [int(tokens_R[part.stop - 1]) for part in parts]
     return found
-
-
-def _per_layer(history: RunHistory, routing: RoutingHistory, measure: str) -> np.ndarray | None:
-    """[R, G] of the records that the routing history has; None if a record lacks the measure."""
-    wanted = set(routing.iterations_R.tolist())
-    rows = [
-        [layer.get(measure) for layer in record["layers"]]
-        for record in history.training
-        if record["iteration"] in wanted
-    ]
-    if any(value is None for row in rows for value in row):
-        return None
-    return np.array(rows, dtype=np.float64)

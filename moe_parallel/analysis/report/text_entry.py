@@ -97,52 +97,42 @@ def _pairs(table: TableColumns, layers: list[int], experts: int) -> dict[str, An
 
 
 def _vocabulary(table: TableColumns) -> dict[str, Any]:
-    """The items with the most and the fewest experts, and the complete words among them."""
+    """The items with the most and the fewest experts."""
+    columns = (table[name] for name in ("text", "occurrences", "experts_per_token"))
     rows = [
-        {"piece": text, "times": times, "experts": short(experts), "word": 2 * words > times}
-        for text, times, experts, words in zip(
-            table["text"],
-            table["occurrences"],
-            table["experts_per_token"],
-            table["as_word"],
-            strict=True,
-        )
+        {"piece": text, "times": times, "experts": short(experts)}
+        for text, times, experts in zip(*columns, strict=True)
         if times >= AT_LEAST
     ]
     each = min(MOST_ITEMS, len(rows) // 2)
-    most, fewest = rows[:each], rows[len(rows) - each :]
     return {
         "at_least": AT_LEAST,
         "items": len(rows),
         "varies": bool(rows) and rows[0]["experts"] != rows[-1]["experts"],
-        "most": most,
-        "fewest": fewest[::-1],
-        "words": [sum(row["word"] for row in part) for part in (most, fewest)],
+        "most": rows[:each],
+        "fewest": rows[::-1][:each],
     }
 
 
 def _view(table: TableColumns, texts: list[str]) -> list[dict[str, Any]]:
-    """The first tokens of each text: pieces, and by token and layer the best expert and the number
-    of experts. The best expert is in two arrays of digits in base 254, of which the second, `over`,
-    is there only for layers with more experts; no value in the first: none."""
+    """The first tokens of each text: pieces, and by token and layer the best expert (-1: none) and
+    the number of experts."""
     found = []
     layers = len(table["best"][0]) if table["best"] else 0
-    many = max((max(row) for row in table["best"]), default=0) >= 254
     most = max(1, VIEW_VALUES // max(1, layers * len(texts)))
     for text in texts:
         rows = [row for row, name in enumerate(table["text"]) if name == text][:most]
-        if not rows:
-            continue
-        best_TG = np.array([table["best"][row] for row in rows])
-        used_TG = np.array([table["used"][row] for row in rows], dtype=np.float64)
-        found.append(
-            {
-                "text": text,
-                "pieces": [table["piece"][row] for row in rows],
-                "samples": [table["sample"][row] for row in rows],
-                "best": as_bytes(np.where(best_TG < 0, np.nan, best_TG % 254), 254.0),
-                "over": as_bytes((best_TG // 254).clip(0), 254.0) if many else None,
-                "used": as_bytes(used_TG.clip(0, 254), 254.0),
-            }
-        )
+        if rows:
+            used_TG = np.array([table["used"][row] for row in rows], dtype=np.float64)
+            best_TG = np.array([table["best"][row] for row in rows], dtype=np.int64)
+            found.append(
+                {
+                    "text": text,
+                    "pieces": [table["piece"][row] for row in rows],
+                    "samples": [table["sample"][row] for row in rows],
+                    "best": best_TG.tolist(),
+                    "used": as_bytes(used_TG.clip(0, 254), 254.0),
+                    "varies": bool(np.ptp(used_TG)),
+                }
+            )
     return found

@@ -9,7 +9,7 @@ there is one, is the design of the study (design.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,14 +48,12 @@ Options = dict[str, Any]  # raw values by option name; other options keep their 
 class Contender:
     """One line of the comparison.
 
-    `system`: a value of --expert-selection, or "dense". `overrides`: its options from --override.
-    `options`: all options of its runs. `alone`: the options that only it has, from the file or from
-    --override.
+    `system`: a value of --expert-selection, or "dense". `options`: all options of its runs.
+    `alone`: the options that only it has.
     """
 
     name: str
     system: str
-    overrides: Options
     options: Options
     alone: Options
 
@@ -83,7 +81,7 @@ class SharedFile:
         for key, value in raw.items():
             contender, colon, option = key.rpartition(":")
             if colon:
-                _check_override(contender, option)
+                _check_alone(contender, option)
                 alone.setdefault(contender, {})[option] = value
             elif key in _CANNOT_BE_SET:
                 raise InputError(f"--config sets {flag(key)}: a study trains whole runs from "
@@ -92,10 +90,10 @@ class SharedFile:
                 shared[key] = value
         return cls(shared, alone)
 
-    def contender(self, name: str, system: str, overrides: Options) -> Contender:
+    def contender(self, name: str, system: str) -> Contender:
         """The contender with these options. Raises InputError, which names the contender, for
         options that it cannot have."""
-        alone = {**self.alone.get(name, {}), **overrides}
+        alone = self.alone.get(name, {})
         foreign = expert_options() if system == DENSE else foreign_options(system)
         own = {option: value for option, value in self.shared.items() if option not in foreign}
         try:
@@ -108,28 +106,12 @@ class SharedFile:
             make_config(own | alone)
         except InputError as error:
             raise InputError(f"contender {name}: {error}") from None
-        return Contender(name, system, overrides, own | alone, alone)
-
-
-def parse_overrides(words: Iterable[str]) -> dict[str, Options]:
-    """Convert each `NAME:flag=value` of the command line to {name: options}. Raises InputError."""
-    parsed: dict[str, Options] = {}
-    for word in words:
-        match = re.fullmatch(r"([^:=]+):(?:--)?([^:=]+)=(.*)", word)
-        if match is None:
-            raise InputError(
-                f"--override {as_typed(word)} is not NAME:flag=value, such as topk:lr=1e-3"
-            )
-        contender, option = match[1], match[2].replace("-", "_")
-        _check_override(contender, option)
-        parsed.setdefault(contender, {})[option] = match[3]
-    return parsed
+        return Contender(name, system, own | alone, alone)
 
 
 def choose_contenders(
     words: Sequence[str],
     file: SharedFile,
-    overrides: Mapping[str, Options],
     of_design: Sequence[str] = (),
 ) -> list[Contender]:
     """The contenders that --selections names: a system, or NAME=SYSTEM for a variant of one.
@@ -154,16 +136,14 @@ def choose_contenders(
                 f"--selections names {name} twice: a variant needs a name of its own "
                 f"({name}2={system})"
             )
-        chosen[name] = file.contender(name, system, overrides.get(name, {}))
-    for name in overrides.keys() - chosen.keys():
-        raise InputError(f"--override is for {as_typed(name)}, which --selections does not name")
+        chosen[name] = file.contender(name, system)
     others = {word.partition("=")[0] for word in of_design}
     for name in file.alone.keys() - chosen.keys() - others - set(SYSTEMS):
         raise InputError(f"--config has a line for {as_typed(name)}, which is not a contender")
     return list(chosen.values())
 
 
-def _check_override(contender: str, option: str) -> None:
+def _check_alone(contender: str, option: str) -> None:
     if option in SHARED_BY_ALL or option in (*_CANNOT_BE_SET, EXPERT_SELECTION):
         raise InputError(
             f"{flag(option)} cannot be set for {as_typed(contender)} alone: all contenders read "
@@ -183,7 +163,7 @@ def _active_width(shared: Options) -> int:
     if value("moe_layer_freq") != "1":
         raise InputError(
             f"with --moe-layer-freq {value('moe_layer_freq')} no single width is that of the "
-            "experts that a token uses: set one by --override NAME:ffn-hidden-size=N"
+            "experts that a token uses: set one in --config, as dense:ffn-hidden-size: N"
         )
     width = value("moe_ffn_hidden_size") or value("ffn_hidden_size")
     shared_width = value("moe_shared_expert_intermediate_size") or 0

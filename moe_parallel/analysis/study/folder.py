@@ -6,7 +6,7 @@ FOLDER/cells/NAME/seed-1234/         one run: the files of --save, and
     output.txt                       its output
     attempts.jsonl                   a line per start: where it ran, how long, how it ended
 FOLDER/pilots/NAME/lr-0.001/         a pilot run of the learning-rate grid, with the same files
-FOLDER/table.md table.csv cells.csv table.json figures/    the report
+FOLDER/table.md cells.csv figures/   the report
 
 Every contender has the same number of pilot runs: those of the grid, and one that follows from
 their losses. If the best rate is at an edge of the grid, the further run is one step beyond the
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import Contender, Options, SharedFile
-from moe_parallel.analysis.study.design import StudyDesign, fitted_iterations
+from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.analysis.study.measures import RunMeasures, judged_loss, measures
 from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.message import flag, shown
@@ -99,7 +98,6 @@ class StudyManifest:
     parameters: what count_parameters.py prints.
     fitted: options that make a contender equal to the first on the terms of the design.
     tuned: options that the pilot runs have decided, for the runs that are compared.
-    python: the Python whose sources are the text; None: --data-path names the text.
     """
 
     contenders: dict[str, Contender]
@@ -110,7 +108,6 @@ class StudyManifest:
     design: StudyDesign = StudyDesign()
     fitted: dict[str, Options] = field(default_factory=dict)
     tuned: dict[str, Options] = field(default_factory=dict)
-    python: str | None = None
 
     @property
     def reference(self) -> Contender:
@@ -150,45 +147,32 @@ class StudyManifest:
         The contenders of the earlier study are built again from `file` and compared. Raises
         InputError if one of its runs would now be a different run.
         """
-        again = {
-            name: file.contender(name, before.system, before.overrides)
-            for name, before in earlier.contenders.items()
-            if name not in self.contenders
-        }
-        now = dataclasses.replace(self, contenders={**again, **self.contenders})
-        if (difference := now._difference_from(earlier)) is not None:
-            what, its, ours = difference
-            raise InputError(
-                f"--output holds a study of {what} {shown(its)}, and now it is {shown(ours)}: give "
-                "the options of that study, or name another folder"
-            )
+        for what, its, ours in self._changes(earlier, file):
+            if its != ours:
+                raise InputError(
+                    f"--output holds a study of {what} {shown(its)}, and now it is {shown(ours)}: "
+                    "give the options of that study, or name another folder"
+                )
         names = {**earlier.contenders, **self.contenders}
         seeds = {n: {*earlier.seeds.get(n, []), *self.seeds.get(n, [])} for n in names}
         return dataclasses.replace(
-            earlier,
-            contenders=names,
-            seeds={name: sorted(its) for name, its in seeds.items()},
-            python=earlier.python or self.python,
+            earlier, contenders=names, seeds={name: sorted(its) for name, its in seeds.items()}
         )
 
-    def _difference_from(self, earlier: StudyManifest) -> Change | None:
-        """The first value in which a run would be another one: (name, its, ours)."""
+    def _changes(self, earlier: StudyManifest, file: SharedFile) -> Iterator[Change]:
+        """What must be the same in both studies."""
         for name in ("processes", "threads"):
-            if getattr(earlier, name) != getattr(self, name):
-                return name, getattr(earlier, name), getattr(self, name)
-        if None not in (earlier.python, self.python) and earlier.python != self.python:
-            return "the sources of Python", earlier.python, self.python
-        if (difference := self.design.difference_from(earlier.design)) is not None:
-            return difference
-        for name, before in earlier.contenders.items():
-            now = self.contenders[name]
-            if before.system != now.system:
-                return f"{name} =", before.system, now.system
-            one, other = (_values(make_config(c.options)) for c in (before, now))
-            for option, value in one.items():
-                if other[option] != value:
-                    return f"{name} with {flag(option)}", value, other[option]
-        return None
+            yield name, getattr(earlier, name), getattr(self, name)
+        for each in dataclasses.fields(StudyDesign):
+            if each.compare:
+                its, ours = (getattr(study.design, each.name) for study in (earlier, self))
+                yield each.name.replace("_", "-"), its, ours
+        for name, its in earlier.contenders.items():
+            ours = self.contenders.get(name) or file.contender(name, its.system)
+            yield f"{name} =", its.system, ours.system
+            for before, now in zip(its.config.values(), ours.config.values(), strict=True):
+                for option, value in before[1].items():
+                    yield f"{name} with {flag(option)}", value, now[1][option]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -203,10 +187,6 @@ class StudyManifest:
             raise TypeError("seeds")
         content["design"] = StudyDesign.from_json(content["design"])
         return cls(**content)
-
-
-def _values(config: Config) -> dict[str, Any]:
-    return {name: value for _, part in config.values() for name, value in part.items()}
 
 
 @dataclass(frozen=True)
@@ -293,11 +273,6 @@ class Sweep:
     def _lowest(self, rates: Sequence[float]) -> float:
         return min(rates, key=self.losses.__getitem__)
 
-    def as_json(self) -> dict[str, Any]:
-        """The rates, the loss at each (None: diverged), and the best."""
-        losses = {f"{r:g}": x if math.isfinite(x) else None for r, x in self.losses.items()}
-        return {"grid": list(self.grid), "losses": losses, "best": self.best}
-
 
 def rounded(rate: float) -> float:
     """The rate with four digits, as files and folders name it."""
@@ -323,51 +298,25 @@ def pilot_cells(
 ) -> list[Cell]:
     """The pilot runs of the contender that are known so far, the grid first."""
     further = [] if sweep.further is None else [sweep.further]
-    return [_pilot(folder, manifest, name, rate) for rate in (*sweep.grid, *further)]
-
-
-def _pilot(folder: StudyFolder, manifest: StudyManifest, name: str, rate: float) -> Cell:
-    assert manifest.design.pilot_seed is not None
-    return folder.pilot(name, manifest.design.pilot_seed, rate)
+    seed = manifest.design.pilot_seed
+    assert seed is not None
+    return [folder.pilot(name, seed, rate) for rate in (*sweep.grid, *further)]
 
 
 def read_sweep(folder: StudyFolder, manifest: StudyManifest, name: str) -> Sweep:
     """The learning-rate sweep of the contender, as far as it is finished."""
-
-    def losses(rates: Sequence[float]) -> dict[float, float]:
-        """Those of the finished runs at these rates; infinite if one diverged."""
-        found = {}
-        for rate in rates:
-            cell = _pilot(folder, manifest, name, rate)
-            if manifest.is_finished(cell):
-                loss = judged_loss(cell.measures(), manifest.design.judged_by)
-                found[rate] = math.inf if loss is None else loss
-            elif cell.has_diverged:
-                found[rate] = math.inf
-        return found
-
-    grid = grid_of(manifest.fitted_contender(name), manifest.design.lr_grid)
-    sweep = Sweep(grid, losses(grid))
-    if sweep.further is None:
-        return sweep
-    return Sweep(grid, {**sweep.losses, **losses([sweep.further])})
+    losses: dict[float, float] = {}
+    sweep = Sweep(grid_of(manifest.fitted_contender(name), manifest.design.lr_grid), losses)
+    for _ in range(2):  # the further run is known after the grid
+        for cell in pilot_cells(folder, manifest, name, sweep):
+            if cell.lr is not None and manifest.is_over(cell):
+                finished = manifest.is_finished(cell)
+                loss = judged_loss(cell.measures(), manifest.design.judged_by) if finished else None
+                losses[cell.lr] = math.inf if loss is None else loss
+    return sweep
 
 
 def tuned_options(folder: StudyFolder, manifest: StudyManifest, name: str) -> Options | None:
-    """What the pilot runs decide for the contender: the best rate and, if contenders have equal
-    time, the iterations. None: runs are missing, or all of them diverged."""
-    contender, speeds = manifest.fitted_contender(name), []
-    sweep = read_sweep(folder, manifest, name)
-    if sweep.best is None:
-        return None
-    options = lr_options(contender, sweep.best)
-    if not manifest.design.terms.timed:
-        return options
-    for each in (name, manifest.reference.name):
-        sweep = read_sweep(folder, manifest, each)
-        if sweep.best is None:
-            return None
-        cells = pilot_cells(folder, manifest, each, sweep)
-        finished = [cell.measures() for cell in cells if manifest.is_finished(cell)]
-        speeds.append(statistics.median(run["tokens_per_second"] for run in finished))
-    return options | fitted_iterations(contender, speeds[0] / speeds[1])
+    """What the pilot runs decide for the contender. None: runs are missing, or all diverged."""
+    best = read_sweep(folder, manifest, name).best
+    return None if best is None else lr_options(manifest.fitted_contender(name), best)

@@ -1,4 +1,4 @@
-"""The report of a study: a page to read, CSV and JSON to compute with, and figures.
+"""The report of a study: a page to read, a CSV file to compute with, and figures.
 
 It is created only from the files of the study's runs.
 """
@@ -6,14 +6,14 @@ It is created only from the files of the study's runs.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.analysis.study.design import EQUAL_WITHIN
 from moe_parallel.analysis.study.folder import StudyFolder, Sweep
 from moe_parallel.analysis.study.measures import (
     LEVEL,
@@ -22,12 +22,7 @@ from moe_parallel.analysis.study.measures import (
     half_width,
     paired_differences,
 )
-from moe_parallel.analysis.study.results import (
-    MEASURED,
-    Comparisons,
-    Result,
-    StudyResults,
-)
+from moe_parallel.analysis.study.results import MEASURED, Comparisons, Result, StudyResults
 from moe_parallel.config.message import counted, flag
 from moe_parallel.errors import InputError
 
@@ -41,9 +36,9 @@ MARK = " †"
 NONE = "–"
 MOST_TOTALS_DIFFER = 0.01
 MOST_TIMES = 3.0  # by which outputs at the start may differ from those of the reference
-IDLE_CORES = 0.1  # a smaller load by other processes is not reported
 
-Cells = Sequence[str]
+Format = Callable[[float], str]
+_FORMS = {"output_rms": ".3g"}  # of measures that are not near 1
 
 
 def write_study_report(folder: StudyFolder) -> Path:
@@ -57,12 +52,7 @@ def write_study_report(folder: StudyFolder) -> Path:
     drawn, pictures = figures.draw_figures(study), folder.path / "figures"
     page = markdown(study)
     page += "".join(f"\n![{name.replace('_', ' ')}](figures/{name}.png)\n" for name in drawn)
-    texts = {
-        "table.md": page,
-        "table.csv": contender_csv(study),
-        "cells.csv": cell_csv(study),
-        "table.json": study_json(study),
-    }
+    texts = {"table.md": page, "cells.csv": cell_csv(study)}
     try:
         for name, text in texts.items():
             (folder.path / name).write_text(text, encoding="utf-8")
@@ -79,70 +69,19 @@ def write_study_report(folder: StudyFolder) -> Path:
     return folder.path / "table.md"
 
 
-def contender_csv(study: StudyResults) -> str:
-    """A row for each contender, with the mean, _sd, _min and _max of each measure over its runs."""
-    rows = []
-    for result in study.results:
-        row: dict[str, Any] = {"contender": result.name, "system": result.contender.system}
-        row |= {f"parameters_{key}": result.parameters.get(key) for key in PARAMETERS}
-        row["runs"] = len(result.runs)
-        for name, spread in result.spreads.items():
-            row |= {name: spread.mean, f"{name}_sd": spread.deviation}
-            row |= {f"{name}_min": spread.low, f"{name}_max": spread.high}
-        rows.append(row)
-    return _csv(rows)
-
-
 def cell_csv(study: StudyResults) -> str:
-    """A row for each finished run."""
-    return _csv(
+    """A row for each finished run, with the columns of all runs."""
+    rows = [
         {"contender": result.name, "seed": seed, **numbers}
         for result in study.results
         for seed, numbers in result.measures.items()
-    )
-
-
-def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """CSV with the columns of the first row, then those that later rows add."""
-    rows = list(rows)
+    ]
     text = io.StringIO()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    columns = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def study_json(study: StudyResults) -> str:
-    """The content of the tables, and each run, as JSON."""
-    contenders = {
-        result.name: {
-            "system": result.contender.system,
-            "options": result.contender.options,
-            "parameters": result.parameters,
-            "measures": {k: dataclasses.asdict(spread) for k, spread in result.spreads.items()},
-            f"minus_{study.reference.name}": {
-                measure: dataclasses.asdict(difference)
-                for measure in result.spreads
-                if (difference := _minus_reference(study, result, measure)) is not None
-            },
-            "runs": {
-                seed: {"measures": run.measures, "attempts": run.attempts}
-                for seed, run in result.runs.items()
-            },
-        }
-        for result in study.results
-    }
-    comparisons = Comparisons.of(study)
-    content = {
-        "study": study.name,
-        "design": dataclasses.asdict(study.design),
-        "contenders": contenders,
-        "comparisons": None if comparisons is None else dataclasses.asdict(comparisons),
-        "sweeps": {name: sweep.as_json() for name, sweep in study.sweeps.items()},
-        "notes": study_notes(study),
-    }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def markdown(study: StudyResults) -> str:
@@ -160,14 +99,13 @@ def markdown(study: StudyResults) -> str:
         _costs(study),
         "## Routing\n",
         _routing(study),
-        *_starts_section(study),
         "## What was compared, and what this cannot show\n",
         _bullets(study_notes(study)),
     ]
     return "\n".join(parts)
 
 
-def markdown_table(heads: Cells, rows: Iterable[Cells]) -> str:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose first column is aligned to the left, the others to the right."""
     rule = ["---", *["---:"] * (len(heads) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"
@@ -175,8 +113,13 @@ def markdown_table(heads: Cells, rows: Iterable[Cells]) -> str:
 
 def parameter_table(parameters: Mapping[str, Mapping[str, Any]]) -> str:
     """The parameters of the contenders, by name."""
-    rows = [[name, *(_count(of.get(key)) for key in PARAMETERS)] for name, of in parameters.items()]
+    rows = [[name, *_counts(of)] for name, of in parameters.items()]
     return markdown_table(["", *PARAMETERS.values()], rows)
+
+
+def _counts(parameters: Mapping[str, Any]) -> list[str]:
+    values = [parameters.get(key) for key in PARAMETERS]
+    return [NONE if value is None else f"{value:,}" for value in values]
 
 
 def _bullets(sentences: Iterable[str]) -> str:
@@ -189,14 +132,6 @@ def _fixed(number: float, places: int, sign: str = "") -> str:
     return f"{rounded:{sign}.{places}f}".replace("-", "−")
 
 
-def _signed(number: float) -> str:
-    return _fixed(number, 4, "+")
-
-
-def _count(number: Any) -> str:
-    return NONE if number is None else f"{number:,}"
-
-
 def _with_range(spread: Spread | None, sign: str = "") -> str:
     """`mean ± deviation (lowest to highest)`."""
     if spread is None:
@@ -207,7 +142,7 @@ def _with_range(spread: Spread | None, sign: str = "") -> str:
     )
 
 
-def _plain(spread: Spread | None, shown: Callable[[float], str]) -> str:
+def _plain(spread: Spread | None, shown: Format) -> str:
     if spread is None:
         return NONE
     deviation = "" if spread.deviation is None else f" ± {shown(spread.deviation)}"
@@ -266,7 +201,7 @@ def _minus_reference(study: StudyResults, result: Result, measure: str) -> Sprea
 
 
 def _costs(study: StudyResults) -> str:
-    formats: dict[str, tuple[str, Callable[[float], str]]] = {
+    formats: dict[str, tuple[str, Format]] = {
         "experts_per_token": ("experts per token", "{:.2f}".format),
         "dropped_share": ("choices dropped", "{:.2%}".format),
         "tokens_per_second": ("tokens/s", "{:,.0f}".format),
@@ -275,7 +210,7 @@ def _costs(study: StudyResults) -> str:
     rows = [
         [
             result.name,
-            *(_count(result.parameters.get(key)) for key in PARAMETERS),
+            *_counts(result.parameters),
             *(_plain(result.spreads.get(name), shown) for name, (_, shown) in formats.items()),
         ]
         for result in study.results
@@ -290,11 +225,18 @@ def _routing(study: StudyResults) -> str:
         "max_minus_min_load_sum": "max − min load, summed over layers",
         "mutual_information": "I(expert; domain), nats",
         "utilisation": "utilization",
+        "output_rms": "RMS of outputs at the start",
     }
     experts = {r.contender.config.moe.num_experts for r in study.results if not r.is_dense}
     ceilings = [f"ln {n} = {math.log(n):.3f}" for n in sorted(filter(None, experts))]
     rows = [
-        [result.name, *(_plain(result.spreads.get(name), "{:.3f}".format) for name in columns)]
+        [
+            result.name,
+            *(
+                _plain(result.spreads.get(name), f"{{:{_FORMS.get(name, '.3f')}}}".format)
+                for name in columns
+            ),
+        ]
         for result in study.results
     ]
     limit = f"\nThe entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
@@ -305,49 +247,50 @@ def _comparison_sections(study: StudyResults) -> list[str]:
     """The tests, what they show and do not show, and the terms. Without a margin there are none."""
     if (comparisons := Comparisons.of(study)) is None:
         return []
+    first, margin, compared = study.reference.name, comparisons.margin, comparisons.compared
+    heads = ["", "mean", "95% interval", "90% interval", "standard deviation", "seeds"]
+    heads += ["p of no difference, corrected", f"p of one ≥ {margin:g}", "verdict"]
+    rows = []
     by_number: dict[int, list[PairedTest]] = {}
-    for each in (*comparisons.compared.values(), *comparisons.of_pairs):
-        by_number.setdefault(each.test.runs, []).append(each.test)
+    for name, each in compared.items():
+        test = each.test
+        by_number.setdefault(test.runs, []).append(test)
+        mean, *ends = (
+            _fixed(value, 4, "+")
+            for value in (test.mean, test.low, test.high, test.low_90, test.high_90)
+        )
+        row = [name, mean, " to ".join(ends[:2]), " to ".join(ends[2:]), _fixed(test.deviation, 4)]
+        p = [f"{each.p:.3g}", f"{test.p_equivalent:.3g}"]
+        rows.append([*row, str(test.runs), *p, each.verdict])
+    text = "loss" if study.design.judged_by == "loss" else "loss after the first part"
     sentences = [
         *(
             f"**{name}** is reported, not compared: {reason}."
             for name, reason in comparisons.only_reported.items()
         ),
-        *_pairs(comparisons),
-        *(_resolved(runs, by_number[runs], comparisons.margin) for runs in sorted(by_number)),
-        _what_was_tested(study, comparisons),
+        *(_resolved(by_number[runs], margin) for runs in sorted(by_number)),
+        f"The tests compare the held-out {text}, mean over domains, with that of {first} with the "
+        f"same seed. Differences are tested at {LEVEL:g}, with Holm's correction for "
+        f"{counted(len(compared), 'test')}. Equivalent means within ±{margin:g} nats per token, a "
+        "margin stated before the first run. Equivalence is tested for each of them by itself, by "
+        f"two one-sided tests at {LEVEL:g}. Not decided: neither a difference nor equivalence is "
+        "shown, and they may differ, although no difference was found.",
         "The unit is a seed, which sets the weights and the order of the text. Domains, layers and "
         "evaluations of one run are not repetitions. Intervals hold for other seeds, and only for "
         "this model size, text and number of tokens.",
     ]
     return [
-        f"## What the numbers show: loss minus that of {study.reference.name}\n",
-        _tests(comparisons),
+        f"## What the numbers show: loss minus that of {first}\n",
+        markdown_table(heads, rows),
         _bullets(sentences),
         f"## Equal terms: {study.design.terms.told}\n",
         _terms(study, comparisons),
     ]
 
 
-def _pairs(comparisons: Comparisons) -> list[str]:
-    if not comparisons.pairs:
-        return []
-    margin, found = f"{comparisons.margin:g}", len(comparisons.equivalent_pairs)
-    if found == comparisons.pairs:
-        return [
-            f"All {found} pairs of compared contenders are equivalent: each 90% interval lies "
-            f"inside ±{margin}. This claim needs no correction, because every test must succeed."
-        ]
-    names = ", ".join(f"{one} and {other}" for one, other in comparisons.equivalent_pairs)
-    which = f" ({names}; each by itself, not together)" if found else ""
-    return [
-        f"{found} of {comparisons.pairs} pairs are equivalent{which}. The study does not show that "
-        "all systems are equivalent."
-    ]
-
-
-def _resolved(runs: int, tests: list[PairedTest], margin: float) -> str:
-    """What this number of seeds could resolve."""
+def _resolved(tests: list[PairedTest], margin: float) -> str:
+    """What the number of seeds of these tests could resolve."""
+    runs = tests[0].runs
     wide, narrow = half_width(runs, 0.95), half_width(runs, 0.90)
     deviations = sorted(test.deviation for test in tests)
     middle = deviations[len(deviations) // 2]
@@ -362,21 +305,6 @@ def _resolved(runs: int, tests: list[PairedTest], margin: float) -> str:
     )
 
 
-def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
-    text = "loss" if study.design.judged_by == "loss" else "loss after the first part"
-    number = len(comparisons.compared) + len(comparisons.of_pairs)
-    pairs = ", and between the pairs that the design states" if comparisons.of_pairs else ""
-    return (
-        f"The tests compare the held-out {text}, mean over domains, with that of "
-        f"{study.reference.name} with the same seed{pairs}. Differences are tested "
-        f"at {LEVEL:g}, with Holm's correction for {counted(number, 'test')}. "
-        f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
-        "the first run. Equivalence is tested for each of them by itself, by two one-sided tests "
-        f"at {LEVEL:g}. Not decided: neither a difference nor equivalence is shown, and they may "
-        "differ, although no difference was found."
-    )
-
-
 def _terms(study: StudyResults, comparisons: Comparisons) -> str:
     values, terms, first = study.term_values, study.design.terms, study.reference.name
     rows = []
@@ -387,31 +315,9 @@ def _terms(study: StudyResults, comparisons: Comparisons) -> str:
             ratio = f"{value / its:.1%}" if (its := values[first]) else NONE
         rows.append([name, shown, ratio, "no" if name in comparisons.only_reported else "yes"])
     return markdown_table(["", terms.told, f"of {first}'s", "compared"], rows) + (
-        f"\nMeasured after training. A contender that differs by more than {terms.tolerance:.0%} "
+        f"\nMeasured after training. A contender that differs by more than {EQUAL_WITHIN:.0%} "
         "is reported and not compared.\n"
     )
-
-
-def _tests(comparisons: Comparisons) -> str:
-    heads = ["", "mean", "95% interval", "90% interval", "standard deviation", "seeds"]
-    heads += ["p of no difference, corrected", f"p of one ≥ {comparisons.margin:g}", "verdict"]
-    named = {each.name: each for each in comparisons.compared.values()}
-    named |= {f"{each.name} against {each.other}": each for each in comparisons.of_pairs}
-    rows = [
-        [
-            name,
-            _signed(each.test.mean),
-            f"{_signed(each.test.low)} to {_signed(each.test.high)}",
-            f"{_signed(each.test.low_90)} to {_signed(each.test.high_90)}",
-            _fixed(each.test.deviation, 4),
-            str(each.test.runs),
-            f"{each.p:.3g}",
-            f"{each.test.p_equivalent:.3g}",
-            each.verdict,
-        ]
-        for name, each in named.items()
-    ]
-    return markdown_table(heads, rows)
 
 
 def _sweep_section(study: StudyResults) -> list[str]:
@@ -439,35 +345,11 @@ def _sweep_section(study: StudyResults) -> list[str]:
 
 
 def _loss(sweep: Sweep, rate: float) -> str:
-    if rate not in sweep.losses:
+    if (loss := sweep.losses.get(rate)) is None:
         return NONE
-    loss = sweep.losses[rate]
     if not math.isfinite(loss):
         return "diverged"
     return f"**{_fixed(loss, 4)}**" if rate == sweep.best else _fixed(loss, 4)
-
-
-def _starts_section(study: StudyResults) -> list[str]:
-    """How contenders start, and how fast their states move: a comparison says little if outputs
-    start several times as large as those of another, or if a state needs a large part of the run.
-    [] if no run has recorded a start and no state moves."""
-    rows = []
-    for result in (result for result in study.results if not result.is_dense):
-        config, times = result.contender.config, _times(study, result)
-        steps = config.training.train_iters
-        told = [f"{each.state} {each.steps / steps:.2g}" for each in config.time_constants]
-        rms = result.means.get("output_rms")
-        rows.append([
-            result.name,
-            NONE if rms is None else f"{rms:.3g}",
-            NONE if times is None else f"{times:.2f}",
-            "; ".join(told) or NONE,
-        ])  # fmt: skip
-    if all(cell == NONE for row in rows for cell in row[1:]):
-        return []
-    heads = ["", "RMS of the MoE layers' outputs at the start", f"times that of "
-             f"{study.reference.name}", "time constants, in runs"]  # fmt: skip
-    return ["## Starts and states\n", markdown_table(heads, rows)]
 
 
 def _times(study: StudyResults, result: Result) -> float | None:
@@ -479,18 +361,29 @@ def _times(study: StudyResults, result: Result) -> float | None:
 def study_notes(study: StudyResults) -> list[str]:
     """Notes for the reader, derived from the study's records; the general ones first."""
     runs = [run for result in study.results for run in result.runs.values()]
-    attempts = [attempt for run in runs for attempt in run.attempts]
-    attempts.sort(key=lambda attempt: str(attempt["started"]))
-    times = {result.name: _times(study, result) for result in study.results}
-    notes = [_size(study), _parameters(study), _options(study)]
+    terms, first = study.design.terms, study.reference
+    training = first.contender.config.training
+    tokens = training.train_iters * training.global_batch_size * training.seq_length
+    total = first.parameters.get("total")
+    size = f"{total / 1e6:.2f}M parameters" if total else "models"
+    rate = f" ({tokens / total:.2g} a parameter)" if total else ""
+    notes = [
+        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}. These results may not hold at "
+        "another size or later in training, and a difference within the spread over seeds proves "
+        "nothing. A seed sets the initial weights and the order of the text. Contenders read the "
+        "text in the same order; the spread includes both effects.",
+        _parameters(study),
+        _options(study),
+    ]
     by_text: dict[str, list[str]] = {}
     for result in study.results:
         for warning in result.warnings:
             by_text.setdefault(warning, []).append(result.name)
     notes += [f"{', '.join(names)}: {text}." for text, names in by_text.items()]
+    times = {result.name: _times(study, result) for result in study.results}
     notes += [
         f"**{name}** starts with outputs of its MoE layers {ratio:.2g} times as large as those of "
-        f"{study.reference.name}: a difference of the losses may come from the initial weights."
+        f"{first.name}: a difference of the losses may come from the initial weights."
         for name, ratio in times.items()
         if ratio is not None and not 1 / MOST_TIMES <= ratio <= MOST_TIMES
     ]
@@ -499,13 +392,12 @@ def study_notes(study: StudyResults) -> list[str]:
         notes.append(f"Not finished, and not in the tables: {missing}.")
     read = {run.measures["consumed_tokens"] for run in runs}
     if len(read) > 1:
-        terms = study.design.terms
-        why = ": NOT an equal comparison" if terms.equal_tokens else f", for equal {terms.told}"
+        fitted = terms.fits == "iterations"
+        why = f", for equal {terms.told}" if fitted else ": NOT an equal comparison"
         notes.append(f"Runs read between {min(read):,} and {max(read):,} tokens{why}.")
     return [
         *notes,
-        _machines(study, attempts),
-        *([_other_work(attempts)] if attempts else []),
+        _machines(study, [attempt for run in runs for attempt in run.attempts]),
         "Losses are means over all held-out tokens that an evaluation reads, which are the same "
         "for every run. Ent_load, Ent_conf and loads are means over layers, in training, over the "
         "end of the run: the last tenth of the logged iterations. Experts per token and "
@@ -522,28 +414,14 @@ def total_difference(totals: Iterable[int]) -> float:
     return max(totals) / min(totals) - 1
 
 
-def _size(study: StudyResults) -> str:
-    training = study.reference.contender.config.training
-    tokens = training.train_iters * training.global_batch_size * training.seq_length
-    total = study.reference.parameters.get("total")
-    size = f"{total / 1e6:.2f}M parameters" if total else "models"
-    rate = f" ({tokens / total:.2g} a parameter)" if total else ""
-    return (
-        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}. These results may not hold at "
-        "another size or later in training, and a difference within the spread over seeds proves "
-        "nothing. A seed sets the initial weights and the order of the text. Contenders read the "
-        "text in the same order; the spread includes both effects."
-    )
-
-
 def _parameters(study: StudyResults) -> str:
     totals = [r.parameters["total"] for r in study.results if not r.is_dense and r.parameters]
     parts = []
     if len(totals) > 1:
         equal, difference = "", total_difference(totals)
         if difference > MOST_TOTALS_DIFFER:
-            is_wrong = study.design.terms.equal_totals
-            equal = ": NOT an equal comparison" if is_wrong else ", on these terms"
+            fitted = study.design.terms.fits == "width"
+            equal = ", on these terms" if fitted else ": NOT an equal comparison"
         parts.append(f"Total parameters differ by at most {difference:.2%}{equal}.")
     if dense := [result.name for result in study.results if result.is_dense]:
         parts.append(
@@ -574,13 +452,13 @@ def _options(study: StudyResults) -> str:
     return f"{text}, including the learning rate: none was tuned for one system."
 
 
-def _machines(study: StudyResults, attempts: Sequence[Mapping[str, Any]]) -> str:
+def _machines(study: StudyResults, attempts: list[dict[str, Any]]) -> str:
     """The machines and software of the runs. If there are several, speeds are not comparable."""
-    found: dict[str, int] = {}
-    for attempt in attempts:
-        versions = [f"{name} {version}" for name, version in attempt["software"].items()]
-        text = f"{attempt['machine']}; {', '.join(versions)}"
-        found[text] = found.get(text, 0) + 1
+    attempts.sort(key=lambda attempt: str(attempt["started"]))
+    found = Counter(
+        f"{each['machine']}; {', '.join(' '.join(pair) for pair in each['software'].items())}"
+        for each in attempts
+    )
     jobs = max((attempt.get("jobs", 1) for attempt in attempts), default=1)
     how = (
         f"{study.processes} process{'' if study.processes == 1 else 'es'} a run, "
@@ -591,17 +469,3 @@ def _machines(study: StudyResults, attempts: Sequence[Mapping[str, Any]]) -> str
         told = "; ".join(f"{text} ({count} starts)" for text, count in found.items())
         return f"More than one machine or version, so speeds cannot be compared: {told}. {how}."
     return f"{'; '.join([*found, how])}."
-
-
-def _other_work(attempts: Sequence[Mapping[str, Any]]) -> str:
-    others = [attempt["other_cores"] for attempt in attempts]
-    text = f"Load average when the first run began: {attempts[0]['load_average']:.2f}."
-    if max(others) <= IDLE_CORES:
-        return f"{text} Other work took at most {max(others):.2f} cores during a run."
-    text += (
-        f" Other work took {sum(others) / len(others):.2f} cores on average and {max(others):.2f} "
-        "during one run: it lowered the speeds, but did not change the losses."
-    )
-    if any(attempt.get("jobs", 1) > 1 for attempt in attempts):
-        text += " Other runs of the study at the same time count as such work."
-    return text

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import DENSE, Contender
-from moe_parallel.analysis.study.design import StudyDesign
+from moe_parallel.analysis.study.design import EQUAL_WITHIN, StudyDesign
 from moe_parallel.analysis.study.folder import Cell, StudyFolder, Sweep, read_sweep
 from moe_parallel.analysis.study.measures import (
     LEVEL,
@@ -146,11 +145,10 @@ class StudyResults:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A contender's losses minus those of another, seed by seed. `p` and `p_beyond`: those of the
-    test, corrected for the number of comparisons (Holm)."""
+    """A contender's losses minus those of the reference, seed by seed. `p` and `p_beyond`: those of
+    the test, corrected for the number of comparisons (Holm)."""
 
     name: str
-    other: str
     test: PairedTest
     p: float
     p_beyond: float
@@ -172,53 +170,33 @@ class Comparisons:
 
     margin: of the design, in nats per token.
     compared: those with the reference, in order. only_reported: why others are not. By name.
-    of_pairs: those of the pairs that the design states, in order.
-    equivalent_pairs, pairs: the equivalent ones among all pairs of contenders that are compared,
-    the reference included, and the number of all.
     """
 
     margin: float
     compared: dict[str, Comparison]
     only_reported: dict[str, str]
-    of_pairs: list[Comparison]
-    equivalent_pairs: list[tuple[str, str]]
-    pairs: int
 
     @classmethod
     def of(cls, study: StudyResults) -> Comparisons | None:
         """None if the design states no margin."""
         if (margin := study.design.margin) is None:
             return None
-        told = _reasons(study)
-        losses = {r.name: _losses(study, r) for r in study.results if r.name not in told}
-        first = study.reference.name
-        all_pairs = list(itertools.combinations(losses, 2))
-        stated = [(other, one) for one, other in study.design.pairs if {one, other} <= {*losses}]
-        tests = {}  # of the losses of b minus those of a, by (a, b)
-        for a, b in (*all_pairs, *stated):
-            seeds = sorted(losses[a].keys() & losses[b].keys())
+        told, first, tests = _reasons(study), study.reference, {}
+        its = _losses(study, first)
+        for each in study.results:
+            if each is first or each.name in told:
+                continue
+            losses = _losses(study, each)
+            seeds = sorted(losses.keys() & its.keys())
             if len(seeds) > 1:
-                tests[a, b] = PairedTest.of([losses[b][s] - losses[a][s] for s in seeds], margin)
-        few = "have fewer than two finished seeds in common"
-        with_first = [pair for pair in all_pairs if pair[0] == first and pair in tests]
-        alone = [b for b in losses if b != first and (first, b) not in tests]
-        told |= dict.fromkeys(alone, f"it and {first} {few}")
-        told |= {f"{b} against {a}": f"they {few}" for a, b in stated if (a, b) not in tests}
-        asked = {p: tests[p] for p in (*with_first, *stated) if p in tests}
-        p = holm({pair: test.p for pair, test in asked.items()})
-        beyond = holm({pair: test.p_beyond for pair, test in asked.items()})
-        found = {
-            (a, b): Comparison(b, a, test, p[a, b], beyond[a, b]) for (a, b), test in asked.items()
-        }
-        tested = [pair for pair in all_pairs if pair in tests]
-        return cls(
-            margin,
-            {pair[1]: found[pair] for pair in with_first},
-            told,
-            [found[pair] for pair in stated if pair in found],
-            [pair for pair in tested if tests[pair].is_equivalent],
-            len(tested),
-        )
+                tests[each.name] = PairedTest.of([losses[s] - its[s] for s in seeds], margin)
+            else:
+                few = "have fewer than two finished seeds in common"
+                told[each.name] = f"it and {first.name} {few}"
+        p = holm({name: test.p for name, test in tests.items()})
+        beyond = holm({name: test.p_beyond for name, test in tests.items()})
+        compared = {n: Comparison(n, test, p[n], beyond[n]) for n, test in tests.items()}
+        return cls(margin, compared, told)
 
 
 def _losses(study: StudyResults, result: Result) -> dict[int, float]:
@@ -252,7 +230,7 @@ def _why_only_reported(study: StudyResults, result: Result) -> str | None:
             f"the {asked:g} of its configuration"
         )
     ours, its = values[result.name], values[study.reference.name]
-    if ours is not None and its is not None and abs(ours / its - 1) > design.terms.tolerance:
+    if ours is not None and its is not None and abs(ours / its - 1) > EQUAL_WITHIN:
         to = f"{_percent(ours, its)} those of {study.reference.name}"
         return f"its {design.terms.told} are {ours:,.4g}, {to}"
     return None

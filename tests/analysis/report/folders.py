@@ -7,7 +7,6 @@ from typing import Any
 from moe_parallel.analysis.routing import (
     AnalysisTotals,
     View,
-    Vocabulary,
     specialization,
     tables_of,
     write_facts,
@@ -16,7 +15,8 @@ from moe_parallel.analysis.routing import (
 from tests.analysis.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
 
-CELLS = """nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,own_seconds,\
+CELLS = """\
+nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,compute_seconds,\
 dispatch_seconds,pipeline_seconds,reduce_seconds,rest_seconds,planned_tokens_per_second,plan_error,\
 axis
 1,8,all,32,1000.0,1.0,1.3,1.2,0.0,0.0,0.1,0.0,,,nodes
@@ -49,38 +49,12 @@ def scaling_folder(path: Path) -> Path:
     return path
 
 
-def plan_file(path: Path) -> Path:
-    """The part of the output of tools/plan.py --json that the report reads, and more."""
-    planned = [
-        {
-            "layout": {
-                "tp": 1, "pp": 1, "virtual": 1, "ep": 8, "etp": 1, "dp": 16,
-                "micro_batch": batch, "recompute": False,
-            },
-            "memory": {
-                "weights": 2**33, "gradients": 2**33, "optimizer": 2**34,
-                "activations": batch * 2**32,
-                "total": 2**35 + batch * 2**32, "stage": 0,
-            },
-            "seconds": 2.0,
-            "seconds_by_part": {"experts": 1.5, "attention": 0.5},
-            "tokens_per_second_and_gpu": 30_000.0 / batch,
-            "model_tflops_per_gpu": 300.0,
-            "messages": ["not read"],
-        }
-        for batch in (1, 2)
-    ]  # fmt: skip
-    plan = {"cluster": {"gpus": 16}, "plans": planned, "refused": [{}, {}]}
-    path.write_text(json.dumps(plan))
-    return path
-
-
 def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
     """An analysis of two texts, whose items are all "<i>"; 30 tokens of each to be read, or 600."""
     path.mkdir()
     tokens = 30 if layers < 10 else 600
     numbers = list(range(1, layers + 1))
-    totals = AnalysisTotals(numbers, experts, Vocabulary(["<i>"] * 7))
+    totals = AnalysisTotals(numbers, experts, ["<i>"] * 7)
     view = View(tokens)
     for favorite, text in enumerate(("code", "prose")):
         selections = random_selections(

@@ -16,20 +16,16 @@ from moe_parallel.analysis.report.report import (
     short_names,
 )
 from moe_parallel.errors import InputError
-from tests.analysis.report.folders import plan_file, run_folder, scaling_folder
+from tests.analysis.report.folders import run_folder, scaling_folder
 from tests.analysis.study_folder import make_study, plausible_records, write_cell
 
 
 def test_each_kind(tmp_path):
     run = run_folder(tmp_path / "a" / "run")
-    sources = find_sources([run, scaling_folder(tmp_path / "s"), plan_file(tmp_path / "p.json")])
-    assert sources.runs == [("run", run)]
-    (study,) = sources.scaling
+    runs, (study,) = find_sources([run, scaling_folder(tmp_path / "s"), run])
+    assert runs == [("run", run)]
     assert study["name"] == "s" and study["rows"][1]["nodes"] == 2
     assert study["rows"][0]["plan_error"] is None and study["rows"][0]["ep"] == "all"
-    (plan,) = sources.plans
-    assert plan["name"] == "p" and plan["plan"]["gpus"] == 16 and plan["plan"]["refused"] == 2
-    assert "messages" not in plan["plan"]["plans"][0]
 
 
 def test_a_study_is_its_runs(tmp_path):
@@ -38,15 +34,10 @@ def test_a_study_is_its_runs(tmp_path):
         find_sources([study.path])
     for name, seed in (("topk", 1), ("aoe", 2)):
         write_cell(study.cell(name, seed), plausible_records("fixed", seed, logged=4))
-    assert [name for name, _ in find_sources([study.path]).runs] == ["topk/seed-1", "aoe/seed-2"]
+    assert [name for name, _ in find_sources([study.path])[0]] == ["topk/seed-1", "aoe/seed-2"]
     other = run_folder(tmp_path / "aoe" / "seed-2")
-    names = [name for name, _ in find_sources([study.path, other]).runs]
+    names = [name for name, _ in find_sources([study.path, other])[0]]
     assert names == ["topk/seed-1", "cells/aoe/seed-2", f"{tmp_path.name}/aoe/seed-2"]
-
-
-def test_a_run_that_is_named_twice_is_one(tmp_path):
-    run = run_folder(tmp_path / "run")
-    assert find_sources([run, run]).runs == [("run", run)]
 
 
 @pytest.mark.parametrize(
@@ -66,14 +57,11 @@ def test_wrong_sources(tmp_path):
     (tmp_path / "empty").mkdir()
     torn = scaling_folder(tmp_path / "torn")
     (torn / "scaling.csv").write_text("a,b\n1,2\n")
-    texts = {"text.json": "no JSON", "list.json": "[]", "other.json": json.dumps({"plans": []})}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
     for path, message in [
-        (tmp_path / "gone", "there is no such folder or file"),
+        (tmp_path / "gone", "there is no such folder"),
         (tmp_path / "empty", "has no metrics.jsonl, study.json or scaling.csv"),
         (torn, "is not a table of tools/study/scaling.py report"),
-        *((tmp_path / name, "is not a plan: give a file") for name in texts),
+        (torn / "scaling.csv", "has no metrics.jsonl"),
     ]:
         with pytest.raises(InputError, match=message) as error:
             find_sources([path])
@@ -105,9 +93,7 @@ def test_a_number_that_json_does_not_have_is_refused():
 
 
 def test_the_policy_allows_this_program_alone():
-    page = page_of(
-        {"runs": [], "scaling": [], "plans": [], "command": ""}, "</title>@@STYLE@@\udc80"
-    )
+    page = page_of({"runs": [], "scaling": [], "command": ""}, "</title>@@STYLE@@\udc80")
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.analysis.report.report import page_of, report_of
 from moe_parallel.analysis.report.run_entry import run_entry
 from moe_parallel.analysis.report.text_entry import text_entry
-from tests.analysis.report.folders import analysis_folder, plan_file, run_folder, scaling_folder
+from tests.analysis.report.folders import analysis_folder, run_folder, scaling_folder
 from tests.analysis.synthetic import synthetic_run
 from tests.browser import Browser, require_chromium
 
@@ -20,7 +20,7 @@ MAP = "document.querySelector('#experts figure')"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs, one with a hostile name, NaN and a dead expert; a scaling study; a plan."""
+    """Three runs, one with a hostile name, NaN and a dead expert; a scaling study."""
     folder = tmp_path_factory.mktemp("report")
     bad = synthetic_run(logged=60, layers=3)
     bad[20]["lm_loss"] = None
@@ -34,7 +34,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with_analysis(run_folder(folder / "aoe", synthetic_run(60, 4), {"lr": 2e-3})),
         run_folder(folder / HOSTILE.replace("/", "|"), bad, {"lr": 3e-3}, starts),
         scaling_folder(folder / "scaling"),
-        plan_file(folder / "plan.json"),
     ]
     file = folder / "report.html"
     file.write_text(report_of(sources, command=["python", "tools/report.py"]), encoding="utf-8")
@@ -65,16 +64,13 @@ def test_nothing_failed_and_nothing_was_fetched(shown: Browser) -> None:
     assert shown.value("document.title").startswith("topk, aoe, <|script>")
     assert shown.value("document.images.length") == 0
     assert shown.value("document.scripts.length") == 2
-
-
-def test_a_constant_stays_constant_when_it_is_smoothed(shown: Browser) -> None:
     assert shown.value("smoothed([4, 4, null, 4], 0.5)") == [4, 4, None, 4]
 
 
 def test_the_parts_of_the_page(shown: Browser) -> None:
     headings = shown.value("[...document.querySelectorAll('h2')].map(each => each.textContent)")
     assert headings == [
-        "Warnings", "Runs", "Curves", "Experts", "On given text", "Scaling", "Plans",
+        "Warnings", "Runs", "Curves", "Experts", "On given text", "Scaling",
         "Commands and options",
     ]  # fmt: skip
     links = "[...document.querySelectorAll('nav a')].map(link => document.querySelector(link.hash))"
@@ -146,19 +142,15 @@ def test_curves_zoom_and_read(shown: Browser) -> None:
     assert at_end.startswith("iteration 4") and "aoe 3." in at_end
     shown.press("ArrowLeft")
     assert shown.value(spoken) != at_end
+    other = "document.querySelectorAll('#curves figure')[1]"  # all charts zoom together
+    assert "200" not in shown.value(ticks.replace(LOSS, other))
     shown.press("0")
     shown.wait_for(f"{ticks}.includes('200')")
     assert shown.value(ticks) == before
-
-
-def test_hiding_a_run_hides_its_curves(shown: Browser) -> None:
-    scroll_to(shown, LOSS)
     curves = f"{LOSS}.querySelectorAll('path.curve').length"
-    assert shown.value(curves) == 3
-    shown.value("document.querySelector('.chips input').click()")
-    shown.wait_for(f"{curves} === 2")
-    shown.value("document.querySelector('.chips input').click()")
-    shown.wait_for(f"{curves} === 3")
+    for number in (2, 3):  # the first run is hidden, then shown
+        shown.value("document.querySelector('.chips input').click()")
+        shown.wait_for(f"{curves} === {number}")
 
 
 def test_maps_have_a_layer_slider_and_a_cursor(shown: Browser) -> None:
@@ -203,14 +195,16 @@ def test_the_token_view_by_the_keyboard(shown: Browser) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("width", [360, 800, 1920])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (800, False), (1920, True)])
 def test_no_width_overflows_and_text_has_contrast(page: Path, width: int, dark: bool) -> None:
     require_chromium()
     with Browser(page, width=width, dark=dark) as browser:
         browser.wait_for("document.documentElement.dataset.ready")
-        assert browser.value("document.documentElement.dataset.theme") == ("light", "dark")[dark]
+        theme = "document.documentElement.dataset.theme"
         assert browser.value("document.documentElement.scrollWidth") == width
+        for of_button in (not dark, dark):
+            browser.value("document.getElementById('theme').click()")
+            assert browser.value(theme) == ("light", "dark")[of_button]
         colors = browser.value(
             "(() => { const style = getComputedStyle(document.documentElement); const names = "
             "['--page', '--surface', '--raised', '--text', '--quiet', '--accent', '--problem', "
@@ -252,7 +246,7 @@ def test_twenty_long_runs_are_one_small_page(tmp_path: Path) -> None:
     assert entry["text"]["pairs"]["shape"] == [24, 64, 64]
     runs = [entry | {"name": f"run {number}"} for number in range(20)]
     file = tmp_path / "report.html"
-    content = {"runs": runs, "scaling": [], "plans": [], "command": ""}
+    content = {"runs": runs, "scaling": [], "command": ""}
     file.write_text(page_of(content, "twenty"), encoding="utf-8")
     assert file.stat().st_size < 15 * 2**20
     with Browser(file) as browser:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
+from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
 from moe_parallel.errors import InputError
 from moe_parallel.systems import AoESelection, TopKSelection
 from tests.analysis.study_folder import SHARED
 
 
-def choose(words, overrides=(), **shared):
+def choose(words, **shared):
     file = SharedFile.from_raw({**SHARED, **shared})
-    return {c.name: c for c in choose_contenders(words, file, parse_overrides(overrides))}
+    return {c.name: c for c in choose_contenders(words, file)}
 
 
 def test_an_option_that_one_system_has_goes_to_it_alone():
@@ -26,24 +26,15 @@ def test_an_option_that_one_system_has_goes_to_it_alone():
 def test_a_variant_has_a_name_and_options_of_its_own():
     chosen = choose(
         ["topk", "switch=topk"],
-        ["switch:moe-router-topk=1", "switch:lr=1e-3"],
-        **{"switch:moe_aux_loss_coeff": 0.1},
+        **{"switch:moe_aux_loss_coeff": 0.1, "switch:moe_router_topk": 1, "switch:lr": "1e-3"},
+        **{"aoe:lr": 0.5},
     )
+    assert list(chosen) == ["topk", "switch"]  # aoe is not asked for
     switch = chosen["switch"]
     assert switch.system == "topk"
     assert switch.config.selection == TopKSelection(moe_router_topk=1, moe_aux_loss_coeff=0.1)
     assert switch.config.optimizer.lr == 1e-3
-    assert switch.overrides == {"moe_router_topk": "1", "lr": "1e-3"}
     assert chosen["topk"].config.selection == TopKSelection()
-
-
-def test_a_flag_wins_over_the_file():
-    chosen = choose(["topk"], ["topk:lr=1e-3"], **{"topk:lr": 0.5})
-    assert chosen["topk"].config.optimizer.lr == 1e-3
-
-
-def test_what_the_file_says_of_contenders_that_are_not_asked_for_is_left_alone():
-    assert list(choose(["topk"], **{"aoe:lr": 0.5})) == ["topk"]
 
 
 def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():
@@ -52,45 +43,42 @@ def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():
     assert dense.model.ffn_hidden_size == 3 * 32
     shared = choose(["dense"], moe_router_topk=2, moe_shared_expert_intermediate_size=48)
     assert shared["dense"].config.model.ffn_hidden_size == 2 * 32 + 48
-    own = choose(["dense"], ["dense:ffn-hidden-size=40"])["dense"].config
+    own = choose(["dense"], **{"dense:ffn_hidden_size": 40})["dense"].config
     assert own.model.ffn_hidden_size == 40
 
 
 def test_a_file_has_lines_for_all_contenders_of_its_design():
     file = SharedFile.from_raw({**SHARED, "variant:lr": 1e-3})
     with pytest.raises(InputError, match="a line for variant, which is not a contender"):
-        choose_contenders(["topk"], file, {})
-    (topk,) = choose_contenders(["topk"], file, {}, ["topk", "variant=aoe"])
+        choose_contenders(["topk"], file)
+    (topk,) = choose_contenders(["topk"], file, ["topk", "variant=aoe"])
     assert topk.alone == {}
 
 
 @pytest.mark.parametrize(
-    ("words", "overrides", "shared", "message"),
+    ("words", "shared", "message"),
     [
-        (["topq"], [], {}, "--selections names topq: choose from topk, .*dense"),
-        ([""], [], {}, "--selections names"),
-        (["a/b=topk"], [], {}, "a name has up to 40"),
-        (["topk", "topk"], [], {}, "names topk twice: .*topk2=topk"),
-        (["topk"], ["aoe:lr=1"], {}, "--override is for aoe, which --selections does not name"),
-        (["topk"], ["topk:lr"], {}, "--override topk:lr is not NAME:flag=value"),
+        (["topq"], {}, "--selections names topq: choose from topk, .*dense"),
+        ([""], {}, "--selections names"),
+        (["a/b=topk"], {}, "a name has up to 40"),
+        (["topk", "topk"], {}, "names topk twice: .*topk2=topk"),
         (
             ["topk"],
-            ["topk:aoe-gate=all"],
-            {},
+            {"topk:aoe_gate": "all"},
             "contender topk: --aoe-gate is all, but it belongs to .*aoe",
         ),
-        (["topk"], ["topk:lrr=1"], {}, "contender topk: --lrr is not a flag.*--lr"),
-        (["topk"], ["topk:lr=high"], {}, "contender topk: --lr is 'high': it takes"),
-        (["topk"], ["topk:train-iters=9"], {}, "--train-iters cannot be set for topk alone"),
-        (["topk"], [], {"topk:data_path": "x"}, "--data-path cannot be set for topk alone"),
-        (["topk"], [], {"topq:lr": 1}, "--config has a line for topq, which is not a contender"),
-        (["topk"], [], {"load": "runs/x"}, "--config sets --load"),
-        (["topk"], [], {"num_experts": None}, "contender topk: --num-experts is not set"),
-        (["topk"], [], {"num_layer": 2}, "contender topk: --num-layer is not a flag"),
-        (["dense"], [], {"moe_layer_freq": 2}, "contender dense: .*--moe-layer-freq 2"),
+        (["topk"], {"topk:lrr": 1}, "contender topk: --lrr is not a flag.*--lr"),
+        (["topk"], {"topk:lr": "high"}, "contender topk: --lr is 'high': it takes"),
+        (["topk"], {"topk:train_iters": 9}, "--train-iters cannot be set for topk alone"),
+        (["topk"], {"topk:data_path": "x"}, "--data-path cannot be set for topk alone"),
+        (["topk"], {"topq:lr": 1}, "--config has a line for topq, which is not a contender"),
+        (["topk"], {"load": "runs/x"}, "--config sets --load"),
+        (["topk"], {"num_experts": None}, "contender topk: --num-experts is not set"),
+        (["topk"], {"num_layer": 2}, "contender topk: --num-layer is not a flag"),
+        (["dense"], {"moe_layer_freq": 2}, "contender dense: .*--moe-layer-freq 2"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_line(words, overrides, shared, message):
+def test_what_cannot_be_compared_is_refused_in_one_line(words, shared, message):
     with pytest.raises(InputError, match=message) as refused:
-        choose(words, overrides, **shared)
+        choose(words, **shared)
     assert "\n" not in str(refused.value)

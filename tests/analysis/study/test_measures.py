@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +16,32 @@ from moe_parallel.analysis.study.measures import (
     spreads,
     student,
 )
-from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.errors import InputError
-from tests.analysis.study_folder import layer, make_study, write_cell
+from tests.analysis.study_folder import layer
 
 
-def training(iteration, loss, speed, layers):
+def training(iteration, loss, speed, layers, **more):
     return {
         "iteration": iteration,
         "consumed_tokens": 128 * iteration,
         "lm_loss": loss,
         "tokens_per_second": speed,
         "layers": layers,
+        **more,
+    }
+
+
+def evaluation(counts_by_domain, **more):
+    return {
+        "iteration": 2,
+        "consumed_tokens": 256,
+        "validation": {
+            name: {
+                "loss": 1.0,
+                "layers": [layer(i, c, **more) for i, c in enumerate(counts, start=1)],
+            }
+            for name, counts in counts_by_domain.items()
+        },
     }
 
 
@@ -36,21 +49,20 @@ def of(records) -> dict[str, float]:
     return measures(RunHistory.from_records(records))
 
 
-def test_a_dense_run_has_losses_and_speed_alone():
-    records = [training(1, 5.0, 900.0, []), training(2, 4.0, 1000.0, [])]
-    records.append(
-        {
-            "iteration": 2,
-            "consumed_tokens": 256,
-            "validation": {"code": {"loss": 4.5, "bits_per_byte": 2.0, "layers": []}},
-        }
-    )
+def test_a_dense_run_has_losses_speed_and_its_greatest_peak():
+    """Iteration 2 is there twice, as after a resumption; the last counts."""
+    peaks = {"peak_memory_bytes": 300}, {"peak_memory_bytes": 200}
+    records = [training(1, 5.0, 900.0, [], **peaks[0]), training(2, 9.0, 1.0, [])]
+    records.append(training(2, 4.0, 1000.0, [], **peaks[1]))
+    validation = {"loss": 4.5, "bits_per_byte": None, "loss_after_the_start": 0.75, "layers": []}
+    records.append({"iteration": 2, "consumed_tokens": 256, "validation": {"code": validation}})
     assert of(records) == {
         "code/loss": 4.5,
-        "code/bits_per_byte": 2.0,
+        "code/loss_after_the_start": 0.75,
         "train_loss": 4.0,  # the last of the two iterations
         "tokens_per_second": 1000.0,  # the first iteration is warm-up
         "consumed_tokens": 256,
+        "peak_memory_bytes": 300,
     }
 
 
@@ -76,20 +88,6 @@ def test_the_end_is_the_last_tenth():
     assert "utilisation" not in numbers and "experts_per_token" not in numbers
 
 
-def evaluation(counts_by_domain, **more):
-    return {
-        "iteration": 2,
-        "consumed_tokens": 256,
-        "validation": {
-            name: {
-                "loss": 1.0,
-                "layers": [layer(i, c, **more) for i, c in enumerate(counts, start=1)],
-            }
-            for name, counts in counts_by_domain.items()
-        },
-    }
-
-
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
@@ -103,15 +101,13 @@ def evaluation(counts_by_domain, **more):
             {"a": [[4, 0]], "b": [[3, 3]]},
             (math.log(4 / 3) + (math.log(2 / 3) + math.log(2)) / 2) / 2,
         ),
+        ({"a": [[1, 2]]}, None),
     ],
-    ids=["apart", "alike", "between"],
+    ids=["apart", "alike", "between", "one domain"],
 )
 def test_mutual_information_of_expert_and_domain(counts, expected):
-    assert of([evaluation(counts)])["mutual_information"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_one_domain_has_no_mutual_information():
-    assert "mutual_information" not in of([evaluation({"a": [[1, 2]]})])
+    found = of([evaluation(counts)]).get("mutual_information")
+    assert found == (None if expected is None else pytest.approx(expected, abs=1e-12))
 
 
 def test_experts_per_token_is_a_mean_over_layers_and_domains():
@@ -120,43 +116,15 @@ def test_experts_per_token_is_a_mean_over_layers_and_domains():
     assert of(records)["experts_per_token"] == 3.0
 
 
-def test_other_losses_of_an_evaluation_are_taken_and_what_is_not_finite_is_left_out():
-    records = [evaluation({"a": [[1, 1]]})]
-    records[0]["validation"]["a"] |= {"loss_after_the_start": 0.75, "bits_per_byte": None}
-    numbers = of(records)
-    assert (numbers["a/loss"], numbers["a/loss_after_the_start"]) == (1.0, 0.75)
-    assert "a/bits_per_byte" not in numbers
-
-
-def test_spread_of_three_runs_and_of_one():
+def test_spreads_over_the_runs_that_have_a_measure_and_differences_by_seed():
     spread = Spread.of([1.0, 2.0, 6.0])
     assert (spread.mean, spread.low, spread.high, spread.runs) == (3.0, 1.0, 6.0, 3)
     assert spread.deviation == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
-    assert Spread.of([2.0]) == Spread(2.0, None, 2.0, 2.0, 1)
-
-
-def test_spreads_are_over_the_runs_that_have_a_measure():
-    assert spreads([{"a": 1.0}, {"a": 3.0, "b": 5.0}])["b"] == Spread.of([5.0])
-
-
-def test_differences_are_taken_seed_by_seed():
+    assert spreads([{"a": 1.0}, {"a": 3.0, "b": 5.0}])["b"] == Spread(5.0, None, 5.0, 5.0, 1)
     reference = {1: {"x": 10.0}, 2: {"x": 20.0}, 3: {"x": 30.0}}
     runs = {1: {"x": 9.0}, 3: {"x": 32.0}, 4: {"x": 0.0}}
     assert paired_differences(runs, reference, "x") == Spread.of([-1.0, 2.0])
     assert paired_differences({4: {"x": 0.0}}, reference, "x") is None
-
-
-def test_a_resumed_run_has_each_iteration_once_and_its_greatest_peak(tmp_path: Path):
-    study = make_study(tmp_path / "study", ["topk"], seeds=[1])
-    cell = study.cell("topk", 1)
-    records = [training(20, 9.0, 5.0, []), training(20, 3.0, 5.0, []), training(40, 2.0, 6.0, [])]
-    final = {"iteration": 40, "consumed_tokens": 1, "validation": {"code": {"loss": 2.0}}}
-    for record, peak in zip(records, (100, 300, 200), strict=True):
-        record["peak_memory_bytes"] = peak
-    write_cell(cell, [*records, final])
-    (result,) = StudyResults.read(study).results
-    assert [r["lm_loss"] for r in result.runs[1].history.training] == [3.0, 2.0]
-    assert result.measures[1]["peak_memory_bytes"] == 300
 
 
 def test_an_interval_of_three_differences():
@@ -166,6 +134,8 @@ def test_an_interval_of_three_differences():
     assert (test.mean, test.deviation, test.runs) == (2.0, 1.0, 3)
     assert (test.low, test.high) == pytest.approx((2 - 2.48413, 2 + 2.48413), abs=1e-4)
     assert (test.low_90, test.high_90) == pytest.approx((2 - 1.68585, 2 + 1.68585), abs=1e-4)
+    for runs, factor in [(3, 1.69), (5, 0.95), (10, 0.58)]:  # as the literature prints them
+        assert half_width(runs, 0.90) == pytest.approx(factor, abs=0.005)
 
 
 def test_p_values_of_two_differences_are_those_of_cauchy():
@@ -181,26 +151,16 @@ def test_p_values_of_two_differences_are_those_of_cauchy():
     assert PairedTest.of([-3.0, -1.0], margin=0.5).p == pytest.approx(test.p)
 
 
-@pytest.mark.parametrize(("runs", "factor"), [(3, 1.69), (5, 0.95), (10, 0.58)])
-def test_half_widths_that_the_literature_prints(runs, factor):
-    assert half_width(runs, 0.90) == pytest.approx(factor, abs=0.005)
-
-
 def test_equivalence_is_decided_by_the_90_percent_interval():
     """At a margin that the interval just touches p is .05, whichever side it touches."""
     differences = [0.001, 0.004, -0.002, 0.003, 0.0015]
     reach = PairedTest.of(differences, margin=1.0).high_90
-    assert PairedTest.of(differences, reach).p_equivalent == pytest.approx(0.05)
-    assert PairedTest.of(differences, reach * 1.001).is_equivalent
-    assert not PairedTest.of(differences, reach * 0.999).is_equivalent
-    mirrored = [-each for each in differences]
-    assert PairedTest.of(mirrored, reach).p_equivalent == pytest.approx(0.05)
-    assert PairedTest.of(mirrored, reach * 1.001).is_equivalent
-
-
-def test_no_difference_found_is_not_equivalence():
-    test = PairedTest.of([0.2, -0.1, 0.05], margin=0.01)
-    assert test.p > 0.05 and not test.is_equivalent
+    for each in (differences, [-one for one in differences]):
+        assert PairedTest.of(each, reach).p_equivalent == pytest.approx(0.05)
+        assert PairedTest.of(each, reach * 1.001).is_equivalent
+        assert not PairedTest.of(each, reach * 0.999).is_equivalent
+    undecided = PairedTest.of([0.2, -0.1, 0.05], margin=0.01)
+    assert undecided.p > 0.05 and not undecided.is_equivalent
 
 
 @pytest.mark.parametrize(

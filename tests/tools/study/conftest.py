@@ -13,7 +13,6 @@ from tests.tools.study.fake_runs import TOOL, TOTALS
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(TOOL.parent)
     import compare_selection
-    import study_plan
 
     def count(contender: Any, experts_per_token: float | None = None) -> dict[str, int | None]:
         total = TOTALS[contender.name]
@@ -22,6 +21,6 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             active = None if experts_per_token is None else round(100 * experts_per_token)
         return {"total": total, "active": active, "active_compute": active}
 
-    monkeypatch.setattr(study_plan, "count_parameters", count)
+    monkeypatch.setattr(compare_selection, "count_parameters", count)
     monkeypatch.setattr(figures, "FIGURES", {})  # tests/analysis tests them
     return compare_selection

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,6 @@ def test_trains_every_system_with_every_seed_and_reports(tool, tmp_path, capsys)
     assert "[4/4] aoe, seed 8: loss prose 4.0800; 100 tokens/s" in printed
     assert printed.rstrip().endswith(f"report: {tmp_path / 'study' / 'table.md'}")
     assert "| topk | 4.075 ± 0.007 (4.070 to 4.080) |" in (tmp_path / "study/table.md").read_text()
-
-
-def test_parts_train_each_run_once_and_leave_the_report_to_another_command(tool, tmp_path, capsys):
-    trained = []
-    for part in ("0/3", "1/3", "2/3"):
-        runs = FakeRuns(finish)
-        line = ("--selections", "topk,aoe", "--seeds", "2", "--part", part)
-        assert compare(tool, tmp_path, runs, *line) == 0
-        trained.append(runs.ran)
-    assert trained == [[("topk", 7), ("aoe", 8)], [("aoe", 7)], [("topk", 8)]]
-    assert "report" not in capsys.readouterr().out
-    assert not (tmp_path / "study" / "table.md").exists()
-
-
-@pytest.mark.parametrize("part", ["3/3", "1", "-1/3", "0/0"])
-def test_a_part_that_does_not_exist(tool, tmp_path, capsys, part):
-    runs = FakeRuns(finish)
-    assert compare(tool, tmp_path, runs, "--selections", "topk", f"--part={part}") == 2
-    assert part in capsys.readouterr().err
-    assert runs.ran == []
 
 
 def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
@@ -97,31 +78,9 @@ def test_seeds_by_contender(tool, tmp_path, capsys):
     assert more.ran == [("dense", 8)]
 
 
-def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
-    """A run takes 90 s; two of four are done after 3 minutes, so the others take 3 more."""
-    import run_cells
-
-    clock = [0.0]
-    monkeypatch.setattr(run_cells, "monotonic", lambda: clock[0])
-
-    def in_90_seconds(cell: Cell, stop: Any) -> int:
-        clock[0] += 90
-        return 1 if cell.contender == "aoe" and cell.seed == 7 else finish(cell)
-
-    line = ("--selections", "topk,aoe", "--seeds", "2")
-    assert compare(tool, tmp_path, FakeRuns(in_90_seconds), *line) == 1
-    told = [each for each in capsys.readouterr().out.splitlines() if "runs done" in each]
-    begin = [each.partition(", until")[0] for each in told]
-    assert begin == [
-        "1 of 4 runs done, 0 running, 3 left: 270 s",
-        "1 of 4 runs done, 1 failed, 0 running, 2 left: 180 s",
-        "2 of 4 runs done, 1 failed, 0 running, 1 left: 90 s",
-    ]
-    assert re.fullmatch(r".*, until \d{4}-\d\d-\d\d \d\d:\d\d", told[0])
-
-
 def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
-    """Runs take 50 s: the third starts after 100 s, and a fourth would after 150."""
+    """Runs take 50 s: the third starts after 100 s, and a fourth would after 150. After each run,
+    what is left takes as long."""
     import run_cells
 
     clock = [0.0]
@@ -135,31 +94,31 @@ def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
     runs = FakeRuns(in_50_seconds)
     assert compare(tool, tmp_path, runs, *line) == 75
     assert runs.ran == [("topk", 7), ("aoe", 7), ("topk", 8)]
+    printed = capsys.readouterr().out
     assert (
-        capsys.readouterr()
-        .out.rstrip()
-        .endswith("--minutes 2 are over; the same command continues from here")
+        "[1/4] topk, seed 7: loss prose 4.0700; 100 tokens/s; 50 s; 3 left, about 150 s" in printed
     )
+    assert printed.rstrip().endswith("--minutes 2 are over; the same command continues from here")
     again = FakeRuns(in_50_seconds)
     assert compare(tool, tmp_path, again, *line) == 0
     assert again.ran == [("aoe", 8)]
 
 
+def finish_unless(cell: Cell, names: Collection[str]) -> int:
+    return 0 if cell.contender in names else finish(cell)
+
+
 def test_a_failed_run_is_told_and_the_others_go_on(tool, tmp_path, capsys):
-    runs = FakeRuns(lambda cell, stop: 3 if cell.contender == "topk" else finish(cell))
-    assert compare(tool, tmp_path, runs, "--selections", "topk,aoe", "--seeds", "1") == 1
-    assert runs.ran == [("topk", 7), ("aoe", 7)]
-    captured = capsys.readouterr()
-    assert "[1/2] topk, seed 7: failed with exit code 3: what it printed\n" in captured.err
-    last = captured.err.splitlines()[-1]
-    assert re.fullmatch(r"failed: topk, seed 7; see .*/cells/topk/seed-7/output.txt", last)
+    codes = {"topk": 3, "dense": 0}  # the latter without an evaluation
+    runs = FakeRuns(lambda cell, stop: codes.get(cell.contender) or finish_unless(cell, codes))
+    assert compare(tool, tmp_path, runs, "--selections", "topk,aoe,dense", "--seeds", "1") == 1
+    assert runs.ran == [("topk", 7), ("aoe", 7), ("dense", 7)]
+    errors = capsys.readouterr().err
+    assert "[1/3] topk, seed 7: failed with exit code 3: what it printed; 2 left" in errors
+    assert "dense, seed 7: ended without an evaluation: give --config a --split" in errors
+    first = errors.splitlines()[-2]
+    assert re.fullmatch(r"failed: topk, seed 7; see .*/cells/topk/seed-7/output.txt", first)
     assert "| aoe | 4.070 |" in (tmp_path / "study" / "table.md").read_text()
-
-
-def test_a_run_without_held_out_text_has_failed(tool, tmp_path, capsys):
-    runs = FakeRuns(lambda cell, stop: 0)
-    assert compare(tool, tmp_path, runs, "--selections", "topk", "--seeds", "1") == 1
-    assert "ended without an evaluation: give --config a --split" in capsys.readouterr().err
 
 
 def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
@@ -170,7 +129,7 @@ def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
     (message,) = capsys.readouterr().err.splitlines()
     assert message == (
         "compare_selection.py: wide has 1,011 parameters and topk 1,000, 1.1% apart: give them "
-        "equal sizes (--override), or --allow-unequal"
+        "equal sizes, or --allow-unequal"
     )
     assert compare(tool, tmp_path, runs, *line, "--allow-unequal") == 0
     assert len(runs.ran) == 3
@@ -186,16 +145,6 @@ def test_active_parameters_where_training_decides_the_experts_per_token(tool, tm
     assert "Active parameters of top_p are those at the experts per token that were meas" in page
 
 
-def test_two_commands_in_one_folder(tool, tmp_path, capsys):
-    def second(cell: Cell, stop: Any) -> int:
-        assert compare(tool, tmp_path, FakeRuns(finish), "--selections", "topk") == 2
-        assert "study is in use by another command: wait" in capsys.readouterr().err
-        return finish(cell)
-
-    runs = FakeRuns(second)
-    assert compare(tool, tmp_path, runs, "--selections", "topk", "--seeds", "1") == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
@@ -205,21 +154,12 @@ def test_two_commands_in_one_folder(tool, tmp_path, capsys):
             {},
             "--seeds: 0 is not a whole number of at least 1",
         ),
-        (
-            ["--selections", "topk", "--minutes", "0"],
-            {},
-            "--minutes: 0 is not a whole number of at least 1",
-        ),
-        (
-            ["--selections", "topk", "--nproc", "x"],
-            {},
-            "--nproc: x is not a whole number of at least 1",
-        ),
+        *((["--selections", "topk", f"--part={p}"], {}, p) for p in ("3/3", "1", "-1/3", "0/0")),
+        (["--selections", "topk", "--override", "topk:lr=1"], {}, "--override: options of one"),
         (["--selections", "topk", "--seed", "1"], {}, "--seed is not a flag of this program"),
         ([], {}, "--selections is not set: name systems, or give the section study"),
-        (["--selections", "topk"], {"study": {"margin": -1}}, "study: margin has -1"),
-        (["--selections", "topk", "--equal", "loss"], {}, "--equal"),
-        (["--selections", "topk", "--equal", "time"], {}, "equal: time needs lr-grid"),
+        (["--selections", "topk"], {"study": {"margin": -1}}, "study: margin is -1"),
+        (["--selections", "topk", "--equal", "time"], {}, "--equal"),
         (["--selections", "topk", "--stage", "grid"], {}, "--stage grid needs lr-grid"),
         (["--selections", "topk"], {"lr": "x"}, "contender topk: --lr is 'x'"),
         (["--selections", "topk"], {"num_experts": 1}, "topk: --moe-router-topk is 2, above"),
@@ -240,21 +180,12 @@ def test_wrong_input_is_one_line_and_code_2(
     assert runs.ran == []
 
 
-def test_another_study_in_the_folder_is_refused(tool, tmp_path, capsys):
-    line = ("--selections", "topk", "--seeds", "1")
-    assert compare(tool, tmp_path, FakeRuns(finish), *line) == 0
-    runs = FakeRuns(finish)
-    assert compare(tool, tmp_path, runs, *line, lr=0.5) == 2
-    assert runs.ran == []
-    assert "a study of topk with --lr 0.0003, and now it is 0.5" in capsys.readouterr().err
-
-
 def test_the_example_takes_every_system(tool):
     """Totals are counted by hand: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
-    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file, {})}
+    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file)}
     for contender in chosen.values():
-        sys.modules["study_plan"].check_trainable(contender, 1)
+        tool.check_trainable(contender, 1)
     assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}
     d, ffn, low, wide = 128, 256, 32, chosen["aoe"].config.expert_width
     swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide
@@ -286,39 +217,12 @@ def small_study(folder: Path, **changes: Any) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
-    line = small_study(tmp_path)
-    process = start(tmp_path, *line, "--selections", "topk,aoe", "--seeds", "2")
-    printed, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors
-    study = StudyFolder(tmp_path / "study")
-    manifest = study.manifest()
-    totals = {name: counts["total"] for name, counts in manifest.parameters.items()}
-    assert totals["topk"] != totals["aoe"]
-    assert f"| topk | {totals['topk']:,} |" in printed
-    with (study.path / "cells.csv").open() as file:
-        cells = list(csv.DictReader(file))
-    assert [(cell["contender"], cell["seed"]) for cell in cells] == [
-        ("topk", "1234"), ("topk", "1235"), ("aoe", "1234"), ("aoe", "1235")
-    ]  # fmt: skip
-    assert {cell["consumed_tokens"] for cell in cells} == {str(4 * 8 * 32)}
-    assert len({cell["cycle/loss"] for cell in cells}) == 4
-    assert all(float(cell["peak_memory_bytes"]) > 100 * 2**20 for cell in cells)
-    for cell in study.cells(manifest.seeds):
-        (attempt,) = cell.attempts()
-        assert attempt["exit_code"] == 0 and attempt["software"]["torch"]
-    page = (study.path / "table.md").read_text()
-    assert "cycle, nats/token" in page and "noise, bits/byte" in page
-    assert {path.name for path in (study.path / "figures").iterdir()} >= {"loss.png", "load.png"}
-
-
-@pytest.mark.full
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
     line = [*small_study(tmp_path, train_iters=60, lr_warmup_iters=4), "--seeds", "1"]
-    line += ["--selections", "topk"]
+    line += ["--selections", "topk,aoe"]
     process = start(tmp_path, *line)
     study = StudyFolder(tmp_path / "study")
-    cell = study.cell("topk", 1234)
+    cell, other = study.cell("topk", 1234), study.cell("aoe", 1234)
     deadline = time.monotonic() + 200
     while not cell.records():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -335,6 +239,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
     assert process.returncode == 0, errors
     assert "going on after iteration" in cell.output.read_text()
     assert [attempt["exit_code"] for attempt in cell.attempts()] == [75, 0]
+    (attempt,) = other.attempts()
+    assert attempt["exit_code"] == 0 and attempt["software"]["torch"]
     logged = [record["iteration"] for record in cell.records() if "lm_loss" in record]
     assert logged == list(range(1, 61))
-    assert "cycle, nats/token" in (study.path / "table.md").read_text()
+    totals = {name: counts["total"] for name, counts in study.manifest().parameters.items()}
+    assert totals["topk"] != totals["aoe"] and f"| topk | {totals['topk']:,} |" in printed
+    cells = list(csv.DictReader((study.path / "cells.csv").open()))
+    assert [(cell["contender"], cell["seed"]) for cell in cells] == [
+        ("topk", "1234"), ("aoe", "1234")
+    ]  # fmt: skip
+    assert {cell["consumed_tokens"] for cell in cells} == {str(60 * 8 * 32)}
+    assert cells[0]["cycle/loss"] != cells[1]["cycle/loss"]
+    page = (study.path / "table.md").read_text()
+    assert "cycle, nats/token" in page and "noise, bits/byte" in page
+    assert {path.name for path in (study.path / "figures").iterdir()} >= {"loss.png", "load.png"}

@@ -89,29 +89,12 @@ function drawAll() {
   for (const state of waiting.values()) if (state.stale) state.draw();
 }
 
-function store(name, value) {
-  try {
-    if (value === undefined) return localStorage.getItem(name);
-    localStorage.setItem(name, value);
-  } catch {
-    // A page from a file may have no storage.
-  }
-  return null;
-}
-
-// The theme: of the system, until the button chooses one.
+// The theme: of the system, until the button chooses the other one.
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
-const theme = new Shared(store("moe-report-theme") ?? "system");
-
-function isDark() {
-  return theme.value === "system" ? systemDark.matches : theme.value === "dark";
-}
-
-function applyTheme() {
-  document.documentElement.dataset.theme = isDark() ? "dark" : "light";
-}
-theme.followers.add(applyTheme);
-systemDark.addEventListener("change", () => theme.set(theme.value));
+const theme = new Shared(systemDark.matches ? "dark" : "light");
+const isDark = () => theme.value === "dark";
+const applyTheme = theme.follow(() => { document.documentElement.dataset.theme = theme.value; });
+systemDark.addEventListener("change", () => theme.set(systemDark.matches ? "dark" : "light"));
 applyTheme();
 
 function cssColor(name) {

@@ -42,7 +42,7 @@ class Card {
 }
 
 /**
- * Curves: zoom by dragging, by the keyboard or with Ctrl and the wheel; values under the pointer.
+ * Curves: zoom by dragging or by the keyboard; values under the pointer.
  *
  * spec: {title, about, series(), xFormat(), xLabel(), yFormat, view, log, smoothing, references, thin, integers}
  *   series(): [{name, color, dash, x: [], y: []}], x ascending, y with null where not finite
@@ -218,11 +218,6 @@ class Chart extends Card {
       });
     }
     on("dblclick", () => this.view.set(null));
-    on("wheel", (event) => {
-      if (!event.ctrlKey || !this.x) return;
-      event.preventDefault();
-      this.zoomAround(this.valueAt(at(event)), event.deltaY > 0 ? 1.25 : 0.8);
-    }, { passive: false });
     on("keydown", (event) => this.key(event));
   }
 

@@ -122,10 +122,7 @@ function commandsSection(runs) {
   const cards = runs.map((run) => el("div", { class: "card" }, el("h3", {}, runName(run)), el("p", { class: "about mono" }, run.path),
     run.starts.slice(-1).map(startOf),
     run.starts.length > 1 ? unfolding(`${run.starts.length - 1} earlier starts`, () => el("div", {}, run.starts.slice(0, -1).map(startOf))) : null,
-    run.starts.length ? null : el("div", {},
-      el("p", { class: "about" }, "The run recorded no command. This one repeats it from its configuration, on one process:"),
-      run.again ? commandOf(run.again) : el("p", { class: "about" }, "It has no config.yaml."),
-      factsOf(Object.entries(run.versions ?? {}))),
+    run.starts.length ? null : el("p", { class: "about" }, "The run recorded no command."),
     unfolding("All options", () => sortableTable([
       { name: "option", value: ([flag]) => `--${flag}` }, { name: "value", value: ([, value]) => value },
     ], Object.entries(run.options), { caption: `Options of ${run.name}`, tall: true }))));

@@ -9,16 +9,8 @@ window.addEventListener("error", (event) => fail(event.message));
 
 function themeButton() {
   const button = document.getElementById("theme");
-  const names = { system: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
-  const order = Object.keys(names);
-  const show = () => { button.textContent = names[theme.value]; };
-  if (!names[theme.value]) theme.value = "system";
-  button.addEventListener("click", () => {
-    const next = order[(order.indexOf(theme.value) + 1) % order.length];
-    store("moe-report-theme", next);
-    theme.set(next);
-    show();
-  });
+  const show = theme.follow(() => { button.textContent = isDark() ? "Light theme" : "Dark theme"; });
+  button.addEventListener("click", () => theme.set(isDark() ? "light" : "dark"));
   show();
 }
 
@@ -42,7 +34,7 @@ function navigation(sections) {
 
 function begin() {
   const report = JSON.parse(document.getElementById("data").textContent);
-  const { runs, scaling, plans, made, command } = report;
+  const { runs, scaling, made, command } = report;
   runs.forEach((run, place) => Object.assign(run, { place, style: styleOf(place) }));
   shownRuns.set(new Set(runs.keys()));
   const parts = [
@@ -52,7 +44,6 @@ function begin() {
     expertsSection(runs),
     textsSection(runs),
     scalingSection(scaling),
-    plansSection(plans),
     runs.length ? commandsSection(runs) : null,
   ].filter(Boolean);
   const main = document.getElementById("main");
@@ -60,7 +51,7 @@ function begin() {
   if (runs.length > 1) document.getElementById("curves").querySelector(".bar").before(runChips(runs));
   const counted = (count, one, more) => (count ? `${count} ${count === 1 ? one : more}` : null);
   document.getElementById("summary").textContent = [
-    counted(runs.length, "run", "runs"), counted(scaling.length, "scaling study", "scaling studies"), counted(plans.length, "plan", "plans"),
+    counted(runs.length, "run", "runs"), counted(scaling.length, "scaling study", "scaling studies"),
     `made ${made.time}`,
   ].filter(Boolean).join(" \u00b7 ");
   document.getElementById("footer").append(

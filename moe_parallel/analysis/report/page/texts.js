@@ -108,13 +108,9 @@ function vocabularyOf(run) {
     { name: "item", value: ({ piece }) => piece, show: ({ piece }) => el("code", {}, visiblePiece(piece)) },
     { name: "experts", number: true, value: ({ experts }) => experts, show: ({ experts }) => fixed(experts, 3) },
     { name: "times", number: true, value: ({ times }) => times, show: ({ times }) => whole(times) },
-    { name: "word", value: ({ word }) => (word ? "word" : ""), title: "most occurrences are a complete word" },
   ], rows, { caption, tall: true });
-  const [most, fewest] = vocabulary.words;
-  const count = vocabulary.most.length;
   return el("div", { class: "card wide-card" }, el("h3", {}, runName(run)),
-    el("p", { class: "about" }, `${whole(vocabulary.items)} items occur at least ${vocabulary.at_least} times. ` +
-      `Complete words: ${most} of the ${count} with the most experts, ${fewest} of the ${count} with the fewest.`),
+    el("p", { class: "about" }, `${whole(vocabulary.items)} items occur at least ${vocabulary.at_least} times.`),
     el("div", { class: "grid fit", style: "margin-top:.6rem" },
       el("div", {}, el("p", { class: "small" }, "Most experts"), list(vocabulary.most, `${run.name}: items with the most experts`)),
       el("div", {}, el("p", { class: "small" }, "Fewest experts"), list(vocabulary.fewest, `${run.name}: items with the fewest experts`))));
@@ -160,11 +156,11 @@ function tokenView(runs) {
 
   function draw() {
     const { run, view } = chosen();
-    const [used, best, over] = [view.used, view.best, view.over].map((coded) => (coded ? decoded(coded) : null));
+    const used = decoded(view.used);
     const layers = run.text.layers.map((_, place) => place);
     const layer = Math.min(tokenLayer.value, layers.length - 1);
     const count = (token) => (layer >= 0 ? used.get(token, layer) : mean(layers.map((at) => used.get(token, at))));
-    const expertOf = (token, at) => (best.get(token, at) === null ? null : Math.round(best.get(token, at)) + (over ? 254 * Math.round(over.get(token, at)) : 0));
+    const expertOf = (token, at) => (view.best[token][at] < 0 ? null : view.best[token][at]);
     const shownLayer = Math.max(0, layer);
     const counts = view.pieces.map((_, token) => count(token));
     const [low, high] = [Math.min(...counts), Math.max(...counts)];
@@ -217,23 +213,12 @@ function tokenView(runs) {
     const token = state.spans.indexOf(event.target);
     if (token >= 0) move(token);
   });
-  if (!runs.some(({ text }) => text.view.some(hasVariedNumbers))) tokenMode.value = "best";
+  if (!runs.some(({ text }) => text.view.some(({ varies }) => varies))) tokenMode.value = "best";
   const redraw = onDemand(box, draw);
   tokenRun.follow(() => { controls(); redraw(); });
   for (const shared of [tokenText, tokenMode, tokenLayer]) shared.follow(redraw);
   controls();
   return el("div", { class: "wide-card" }, choice, box, key, reading);
-}
-
-/** Whether the number of experts differs between tokens or layers. */
-function hasVariedNumbers({ used }) {
-  const numbers = decoded(used);
-  const [tokens, layers] = used.shape;
-  const first = numbers.get(0, 0);
-  for (let token = 0; token < tokens; token += 1) {
-    for (let layer = 0; layer < layers; layer += 1) if (numbers.get(token, layer) !== first) return true;
-  }
-  return false;
 }
 
 function legend(color, text) {

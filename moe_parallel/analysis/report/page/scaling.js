@@ -1,6 +1,6 @@
-// Scaling studies and the planner.
+// Scaling studies.
 
-const PHASES = ["compute", "data", "dispatch", "pipeline", "reduce", "rest", "save", "between", "own"]; // own: of older versions
+const PHASES = ["compute", "data", "dispatch", "pipeline", "reduce", "rest", "save", "between"];
 
 function scalingSection(studies) {
   if (!studies.length) return null;
@@ -58,13 +58,11 @@ function seconds(value) {
   return Math.abs(value) < 1 ? `${significant(value * 1000, 3)} ms` : `${significant(value, 3)} s`;
 }
 
-/** A bar of parts that add up to a whole, with its legend; the largest first, or in an order that gives each its color. */
-function stackedBar(parts, total, format, order = null) {
+/** A bar of parts that add up to a whole, with its legend. `order`: all names, which gives each its color. */
+function stackedBar(parts, total, format, order) {
   let at = 0;
   const drawn = Object.entries(parts).filter(([, value]) => value > 0);
-  if (!order) drawn.sort((one, other) => other[1] - one[1]);
-  const places = drawn.map(([name], place) => (order ? order.indexOf(name) : place));
-  const styles = places.map((place) => ({ fill: `var(--s${place % 7})`, opacity: place < 7 ? 1 : 0.55 }));
+  const styles = drawn.map(([name]) => order.indexOf(name)).map((place) => ({ fill: `var(--s${place % 7})`, opacity: place < 7 ? 1 : 0.55 }));
   const bar = svg("svg", { viewBox: "0 0 100 6", preserveAspectRatio: "none", width: "100%", height: 22, role: "img",
     "aria-label": drawn.map(([name, value]) => `${name} ${percent(value / total)}`).join(", ") },
   drawn.map(([, value], place) => {
@@ -74,32 +72,6 @@ function stackedBar(parts, total, format, order = null) {
     return rect;
   }));
   const key = drawn.map(([name, value], place) => el("li", {},
-    el("i", { style: `background:${styles[place].fill};opacity:${styles[place].opacity}` }), `${name.replaceAll("_", " ")} ${percent(value / total)} (${format(value)})`));
+    el("i", { style: `background:${styles[place].fill};opacity:${styles[place].opacity}` }), `${name} ${percent(value / total)} (${format(value)})`));
   return el("div", {}, bar, el("ul", { class: "key" }, key));
-}
-
-function plansSection(plans) {
-  if (!plans.length) return null;
-  const gib = (value) => `${fixed(value / 2 ** 30, 1)} GiB`;
-  return section("plans", "Plans", "What tools/plan.py predicts by arithmetic. Nothing here was measured.", plans.map(({ name, plan }) => {
-    const rows = plan.plans.map((each, place) => ({ place: place + 1, ...each }));
-    const size = (key, title = key) => ({ name: title, number: true, value: (row) => row.layout[key] });
-    const [best] = rows;
-    const table = sortableTable([
-      { name: "place", number: true, value: (row) => row.place },
-      size("tp"), size("pp"), size("virtual", "vpp"), size("ep"), size("etp"), size("dp"), size("micro_batch", "micro-batch"),
-      { name: "recompute", value: (row) => (row.layout.recompute ? "full" : "none") },
-      { name: "tokens/s/GPU", number: true, value: (row) => row.tokens_per_second_and_gpu, show: (row) => whole(row.tokens_per_second_and_gpu) },
-      { name: "TFLOP/s", number: true, value: (row) => row.model_tflops_per_gpu, show: (row) => whole(row.model_tflops_per_gpu) },
-      { name: "step", number: true, value: (row) => row.seconds, show: (row) => seconds(row.seconds) },
-      { name: "memory", number: true, value: (row) => row.memory.total, show: (row) => gib(row.memory.total) },
-    ], rows, { caption: `Layouts of ${name}` });
-    const { total, stage, ...parts } = best.memory;
-    const known = Object.fromEntries(Object.entries(parts).filter(([, value]) => typeof value === "number"));
-    return el("div", {}, el("h3", {}, `${name}: ${plan.gpus} GPUs`),
-      el("div", { class: "grid", style: "margin:.6rem 0 1rem" },
-        el("div", { class: "card" }, el("h3", {}, "Time of a step, first layout"), stackedBar(best.seconds_by_part, best.seconds, seconds)),
-        el("div", { class: "card" }, el("h3", {}, `Memory of a GPU, stage ${stage}, first layout`), stackedBar(known, total, gib))), table,
-      plan.refused ? el("p", { class: "small quiet" }, `${whole(plan.refused)} other layouts do not fit.`) : null);
-  }));
 }
