@@ -2,7 +2,7 @@
 
     python tools/checkpoint.py list runs/my
     python tools/checkpoint.py verify runs/my
-    python tools/checkpoint.py show runs/my/iter_0000200 --tensors --digest
+    python tools/checkpoint.py show runs/my/iter_0000200 --tensors
     python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
     python tools/checkpoint.py prune runs/my --keep-last 2
     python tools/checkpoint.py reshard runs/my/iter_0000200 runs/moved --files 64
@@ -43,11 +43,6 @@ def main(arguments: list[str]) -> int:
             command.add_argument(path, type=Path, metavar=path.upper(), help=meaning)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="list the tensors too")
-            command.add_argument(
-                "--digest",
-                action="store_true",
-                help="read all tensors and print their digest, as --log-digest logs it",
-            )
         if name == "prune":
             command.add_argument("--keep-last", type=int, required=True, metavar="N",
                 help="number of newest checkpoints to keep; if the run went back to an earlier "
@@ -117,7 +112,7 @@ def _show(own: argparse.Namespace) -> None:
     from moe_parallel.training.checkpoint.index import stored_shapes
 
     checkpoint = find_checkpoint(own.checkpoint)
-    for name, value in list(inventory.checkpoint_facts(checkpoint, digest=own.digest)):
+    for name, value in list(inventory.checkpoint_facts(checkpoint)):
         print(f"{name:<18}{value}")
     if own.tensors:
         for key, shape in sorted(stored_shapes(checkpoint).items()):

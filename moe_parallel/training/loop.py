@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -26,7 +26,6 @@ from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.telemetry.statistics import RoutingStatistics, RoutingTotals, rank_load
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
-from moe_parallel.training.checkpoint.digest import state_digest
 from moe_parallel.training.checkpoint.folder import checkpoint_name
 from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved
 from moe_parallel.training.engine import NonFinite, StepResult
@@ -88,8 +87,6 @@ class Loop:
                     self._tell_start()
                 # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
-                if self._due(self.config.logging.log_digest):
-                    self._log_digest()
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
                 stopping, late = self._agreed(stop)
@@ -258,13 +255,6 @@ class Loop:
             numbers = [layer["experts_per_token"] for layer in layers]
             found["experts_per_token"] = sum(numbers) / len(numbers)
         return found
-
-    def _log_digest(self) -> None:
-        """Log the digest of the current state, and name a rank that went astray. Collective."""
-        digest, difference = state_digest(self.engine.chunks, self.engine.optimizer)
-        self.telemetry.log(self.place() | {"digest": asdict(digest)})
-        if difference is not None:
-            self.telemetry.say(f"warning: after iteration {self.state.iteration}, {difference}")
 
     def _peak_memory(self) -> int:
         """The peak memory in bytes of the rank that used most. Collective."""

@@ -125,13 +125,6 @@ FAULTS_OF_RUNS = [
         ("tests/launch/test_job.py",),
     ),
     Fault(
-        "a digest does not read where an element is",
-        f"{TRAINING}/checkpoint/digest.py",
-        "total += ((some * factors).sum(1) * their_factors).sum()",
-        "total += some.sum()",
-        ("tests/training/checkpoint/test_digest.py",),
-    ),
-    Fault(
         "an asynchronous save writes the weights of a later step",
         f"{TRAINING}/checkpoint/saving.py",
         "return replace(snapshot, values=self._memory.copy(snapshot.values))",

@@ -84,18 +84,6 @@ def test_show(runs: Path, capsys: Any) -> None:
     assert any("w_down_EDR  [4, 32, 8]" in line for line in tensors)
 
 
-def test_show_prints_the_digest_of_any_layout(runs: Path, capsys: Any) -> None:
-    """On two ranks, on one rank after a load, and of a checkpoint in which a weight differs."""
-    runs_of_two = runs / "run" / "iter_0000002", runs / "other" / "iter_0000002"
-    one, same, changed = (
-        [line for line in said(capsys, "show", path, "--digest") if line.startswith("digest")]
-        for path in (*runs_of_two, runs / "other" / "iter_0000003")
-    )
-    assert one == same and len(one) == 2
-    assert one[0] != changed[0] and one[1] == changed[1]
-    assert all(len(line.split()[-1]) == 16 for line in one)
-
-
 def test_the_same_state_in_another_layout_is_equal(runs: Path, capsys: Any) -> None:
     one, other = runs / "run" / "iter_0000002", runs / "other" / "iter_0000002"
     (line,) = said(capsys, "diff", one, other)

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.digest import checkpoint_digest
 from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
 from moe_parallel.training.checkpoint.index import (
     TENSOR_INDEX,
@@ -82,8 +81,8 @@ def verify(checkpoint: Path) -> tuple[int, int]:
     return len(files), sum(facts["bytes"] for facts in files.values())
 
 
-def checkpoint_facts(checkpoint: Path, *, digest: bool) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint is, by name. `digest`: also the digest of its tensors, which reads all."""
+def checkpoint_facts(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    """What a checkpoint is, by name."""
     record = read_record(checkpoint)
     tensors = stored_shapes(checkpoint)
     yield "checkpoint", checkpoint
@@ -95,10 +94,6 @@ def checkpoint_facts(checkpoint: Path, *, digest: bool) -> Iterator[tuple[str, A
     yield "versions", ", ".join(f"{name} {v}" for name, v in record.get("versions", {}).items())
     yield "tensors", len(tensors)
     yield "size", size_text(sum(file["bytes"] for file in record["files"].values()))
-    if digest:
-        found = checkpoint_digest(checkpoint)
-        yield "digest, weights", found.weights
-        yield "digest, optimizer", found.optimizer
 
 
 def prune(run: Path, keep_last: int) -> list[Path]:
