@@ -13,7 +13,6 @@ from moe_parallel.training.checkpoint.record import (
     FORMAT,
     check_complete,
     check_content,
-    check_sizes,
     checked_file,
     describe_files,
     list_files,
@@ -176,12 +175,12 @@ WRONG_KINDS = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG_KINDS, ids=range(len(WRONG_KINDS)))
-def test_a_sealed_record_of_wrong_kinds_is_one_line(tmp_path, wrong):
+def test_a_sealed_record_of_wrong_kinds_is_one_line(tmp_path):
     path = _checkpoint(tmp_path)
     record = RECORD | {"files": describe_files(path, ["weights"])}
-    write_sealed(path / "checkpoint.json", record | wrong)
-    assert "checkpoint.json is not the record of a checkpoint" in _error(path)
+    for wrong in WRONG_KINDS:
+        write_sealed(path / "checkpoint.json", record | wrong)
+        assert "checkpoint.json is not the record of a checkpoint" in _error(path), wrong
 
 
 def test_a_record_without_its_checksum_is_damaged(tmp_path):
@@ -215,29 +214,12 @@ def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
         checked_file(path, "weights")
 
 
-EVERYTHING = slice(None)
-
-
-def test_damage_is_found_by_size_and_by_content(tmp_path):
-    weights = tmp_path / "weights"
-    weights.write_text("12345")
-    (tmp_path / "checkpoint.json").write_text("")
-    files = describe_files(tmp_path, list_files(tmp_path))
+def test_a_checksum_is_a_crc_32(tmp_path):
+    (tmp_path / "weights").write_text("12345")
     # 0xcbf53a1c is the CRC-32 of "12345" in other programs.
-    assert files == {"weights": {"bytes": 5, "crc32": 0xCBF53A1C}}
-    check_sizes(tmp_path, files)
-    check_content(tmp_path, files, EVERYTHING)
-    weights.write_text("12346")
-    with pytest.raises(
-        InputError, match="incomplete or damaged: weights is damaged; it cannot be loaded"
-    ):
-        check_content(tmp_path, files, EVERYTHING)
-    weights.write_text("1234")
-    with pytest.raises(InputError, match="weights has 4 bytes instead of 5"):
-        check_sizes(tmp_path, files)
-    weights.unlink()
-    with pytest.raises(InputError, match="weights is missing"):
-        check_sizes(tmp_path, files)
+    assert describe_files(tmp_path, list_files(tmp_path)) == {
+        "weights": {"bytes": 5, "crc32": 0xCBF53A1C}
+    }
 
 
 def test_ranks_share_the_reading(tmp_path):
