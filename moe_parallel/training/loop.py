@@ -27,7 +27,7 @@ from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.telemetry.statistics import RoutingStatistics, RoutingTotals, rank_load
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import checkpoint_name
-from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved
+from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved, last_good
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.failure import STARTED, Diverged
 from moe_parallel.training.instruments import GatheredTimes, Instruments, Profile
@@ -302,7 +302,7 @@ class Loop:
         if self.config.checkpoint.save is not None:
             with self.progress.activity(Phase.SAVE):
                 self.saves.finish(self.state.iteration)  # it may be the good one
-            good = self.stage.checkpoints.last_good(self.state.iteration)
+            good = last_good(self.stage.checkpoints.folder, self.state.iteration)
         return Diverged(f"iteration {iteration}: {what}; {good}")
 
 

@@ -73,8 +73,8 @@ def _train_each(runs, folder):
 
 def _upcycle(run, path):
     engine = run.engine
-    state = run.checkpointer.upcycle(
-        path, engine.chunks, engine.optimizer, engine.scheduler, SIZES, seed=5
+    state = run.checkpointer.load(
+        path, engine.chunks, engine.optimizer, engine.scheduler, dense=SIZES, seed=5
     )
     run.iteration = state.iteration
     return state

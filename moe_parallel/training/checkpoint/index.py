@@ -13,12 +13,11 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -83,6 +82,10 @@ class _Unpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]  # would allocate, too
     del dispatch[pickle.DUP[0]]
 
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.memo = _Memo()
+
     def load_build(self) -> None:
         kind = type(self.stack[-2])
         if not dataclasses.is_dataclass(kind):
@@ -107,9 +110,7 @@ def read_index(folder: Path) -> Metadata:
     """
     with open_regular(folder / TENSOR_INDEX) as file:
         try:
-            unpickler = _Unpickler(file)
-            unpickler.memo = _Memo()
-            index = unpickler.load()
+            index = _Unpickler(file).load()
             _check(index)
         except OSError:
             raise
@@ -131,9 +132,8 @@ def _check(index: Any) -> None:
         if min(piece.offset, piece.length) < 0 or piece.transform_descriptors:
             raise ValueError(f"{place.fqn} is nowhere")
     for key, entry in index.state_dict_metadata.items():
-        if type(entry) is BytesStorageMetadata:
-            places = [MetadataIndex(key)]
-        else:
+        places = [MetadataIndex(key)]
+        if isinstance(entry, TensorStorageMetadata):
             places = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
             _check_parts(key, entry)
         if type(key) is not str or not all(place in index.storage_data for place in places):

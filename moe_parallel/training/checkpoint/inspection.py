@@ -128,9 +128,8 @@ def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
         for name in record["files"]
         if name not in of_tensors and not name.endswith(".distcp")  # of a rank without tensors
     }
-    size = sum(math.prod(part.sizes) * part.dtype.itemsize for part in parts)
     new_record = {**record, "format": FORMAT, "layout": {}, "fp8_state": None}
-    return write_alone(folder, new_record, small, parts, states, math.ceil(size / files), files)
+    return write_alone(folder, new_record, small, parts, states, files)
 
 
 def _cut(

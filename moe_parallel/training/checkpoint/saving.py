@@ -205,41 +205,33 @@ class Writer:
         Raises:
             NotSaved: on every rank, if a rank could not write.
         """
+        iteration, is_first = snapshot.iteration, dist.get_rank() == 0
         try:
-            return self._write(snapshot, group)
-        except StorageError as error:
-            self._abandon()
+            begun = agree(lambda: self.folder.begin(iteration).name if is_first else "", group)
+            writing = self.folder.directory / exchange(begun, group)[0]
+            on_rank_0(lambda: copy_files(self.files, writing), group)
+            write_tensors(snapshot.values, writing, group)
+            names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
+            own = names[rank_share()]
+            described = exchange(agree(lambda: describe_files(writing, own), group), group)
+            files = {name: facts for share in described for name, facts in share.items()}
+            on_rank_0(lambda: check_complete(writing, files), group)
+            record = dict(snapshot.record)
+            if snapshot.adam_step is not None:
+                record["adam_step"] = max(exchange(snapshot.adam_step, group))
+            record["files"] = files
+            on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
+        except Exception as error:
+            if is_first:
+                self.folder.tidy()
+            if not isinstance(error, StorageError):
+                raise
             latest = self.folder.newest_first()[:1]
             kept = f"{latest[0].name} is untouched" if latest else "there was none before"
             raise NotSaved(
                 f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
-                f"{snapshot.iteration}: {error}; {kept}; free the disk or name another folder"
+                f"{iteration}: {error}; {kept}; free the disk or name another folder"
             ) from error
-        except Exception:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if dist.get_rank() == 0:
-            self.folder.tidy()
-
-    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
-        iteration = snapshot.iteration
-        is_first = dist.get_rank() == 0
-        begun = agree(lambda: self.folder.begin(iteration).name if is_first else "", group)
-        writing = self.folder.directory / exchange(begun, group)[0]
-        on_rank_0(lambda: copy_files(self.files, writing), group)
-        write_tensors(snapshot.values, writing, group)
-        names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
-        own = names[rank_share()]
-        described = exchange(agree(lambda: describe_files(writing, own), group), group)
-        files = {name: facts for share in described for name, facts in share.items()}
-        on_rank_0(lambda: check_complete(writing, files), group)
-        record = dict(snapshot.record)
-        if snapshot.adam_step is not None:
-            record["adam_step"] = max(exchange(snapshot.adam_step, group))
-        record["files"] = files
-        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
         return self.folder.published_path(iteration)
 
 

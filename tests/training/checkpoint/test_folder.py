@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.record import FORMAT
+from moe_parallel.training.checkpoint.saving import last_good
 
 
 def _publish(folder, iteration, content="", keep_last=None):
@@ -67,9 +67,9 @@ def test_keeping_prefers_what_led_to_the_newest(tmp_path):
 
 
 def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
-    checkpoints = Checkpointer.__new__(Checkpointer)
-    checkpoints.folder = folder = CheckpointFolder(tmp_path)
-    assert checkpoints.last_good(30) == f"there is no good checkpoint in {tmp_path}"
+    folder = CheckpointFolder(tmp_path)
+    none = f"there is no good checkpoint in {tmp_path}"
+    assert last_good(folder, 30) == none
     for iteration in (10, 20, 30):
         writing = folder.begin(iteration)
         (writing / "weights").write_text("")
@@ -78,15 +78,14 @@ def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
         maps = {"layout": {}, "fingerprint": {}, "files": files}
         folder.publish(iteration, {"format": FORMAT, "training": place, **maps}, None)
     for diverged, good in ((31, 30), (30, 20), (21, 20), (20, 10)):
-        assert checkpoints.last_good(diverged).endswith(f" is {tmp_path}/iter_00000{good}")
+        assert last_good(folder, diverged).endswith(f" is {tmp_path}/iter_00000{good}")
     (tmp_path / "iter_0000020" / "weights").unlink()
-    assert checkpoints.last_good(30).endswith("iter_0000010")
-    none = f"there is no good checkpoint in {tmp_path}"
-    assert checkpoints.last_good(10) == (
+    assert last_good(folder, 30).endswith("iter_0000010")
+    assert last_good(folder, 10) == (
         f"{none}: iter_0000010 is finite, but no finite loss has followed it"
     )
     (tmp_path / "iter_0000010" / "weights").unlink()
-    assert checkpoints.last_good(10) == none
+    assert last_good(folder, 10) == none
 
 
 def _folder(path):
@@ -241,8 +240,3 @@ def test_a_tracker_that_cannot_be_read_names_no_iteration(tmp_path, monkeypatch)
     with pytest.raises(InputError, match="says 'Permission denied' instead of an iteration; "):
         find_checkpoint(tmp_path)
     assert [path.name for path in folder.newest_first()] == ["iter_0000001"]
-
-
-def test_keep_last_must_keep_one(tmp_path):
-    with pytest.raises(InputError, match="--keep-last 0: keep at least 1"):
-        Checkpointer(tmp_path, keep_last=0, fingerprint={}, layout={}, files={})
