@@ -6,12 +6,10 @@ import shutil
 
 import pytest
 
-from moe_parallel.collective_errors import StorageError
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.record import (
     FORMAT,
-    check_complete,
     check_content,
     checked_file,
     describe_files,
@@ -73,11 +71,14 @@ def test_a_record_is_read_as_it_was_sealed(tmp_path):
 
 
 @pytest.mark.full
-def test_every_single_bit_flip_is_one_line_or_changes_nothing(tmp_path):
+def test_every_cut_and_bit_flip_is_one_line_or_changes_nothing(tmp_path):
     path = _checkpoint(tmp_path)
     text = (path / "checkpoint.json").read_bytes()
     whole = read_record(path)
     refused = 0
+    for size in range(len(text.rstrip())):
+        (path / "checkpoint.json").write_bytes(text[:size])
+        assert _error(path) is not None
     for bit in range(8 * len(text)):
         flipped = bytearray(text)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -89,45 +90,21 @@ def test_every_single_bit_flip_is_one_line_or_changes_nothing(tmp_path):
     assert refused > 0.8 * 8 * len(text)
 
 
-def test_every_truncation_is_one_line(tmp_path):
+def test_what_is_no_record_is_one_line(tmp_path):
     path = _checkpoint(tmp_path)
-    text = (path / "checkpoint.json").read_bytes()
-    for size in range(len(text.rstrip())):
-        (path / "checkpoint.json").write_bytes(text[:size])
-        assert _error(path) is not None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    for text in (
         b"",
         b"null",
-        b"[]",
         b"\xff\xfe",
         b"9" * 5000,
         b"[" * 100_000,
         b'{"format": ' * 100_000,
-        b'{"format": 2, "layout": ' + b"[" * 500 + b"]" * 500 + b"}",
         b'{"format": 1e400}',
-        b'{"format": true}',
-        b'{"format": 1}',
-        b'{"format": 1.0}',
         b'{"format": 2, "checksum": null}',
-    ],
-    ids=range(13),
-)
-def test_what_is_no_record_is_one_line(tmp_path, text):
-    path = _checkpoint(tmp_path)
-    (path / "checkpoint.json").write_bytes(text)
-    assert "the checkpoint is incomplete or damaged: checkpoint.json is " in _error(path)
-
-
-@pytest.mark.parametrize("name", ["\ud800", "a\nb", "x" * 5000], ids=["half", "line", "long"])
-def test_a_name_that_no_file_can_have_is_one_line(tmp_path, name):
-    path = _checkpoint(tmp_path)
-    files = {name: {"bytes": 1, "crc32": 1}}
-    write_sealed(path / "checkpoint.json", RECORD | {"files": files, "format": FORMAT})
-    assert "\n" not in _error(path)
+        json.dumps(RECORD | {"files": {}}).encode(),  # without a checksum
+    ):
+        (path / "checkpoint.json").write_bytes(text)
+        assert "the checkpoint is incomplete or damaged: checkpoint.json is " in _error(path)
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "/dev/zero"])
@@ -172,6 +149,8 @@ WRONG_KINDS = [
     {"files": {"/dev/zero": {"bytes": 0, "crc32": 0}}},
     {"files": {"weights": {"bytes": 5}}},
     {"files": {"weights": 5}},
+    {"files": {"\ud800": {"bytes": 1, "crc32": 1}}},
+    {"files": {"a\nb": {"bytes": 1, "crc32": 1}}},
 ]
 
 
@@ -183,13 +162,6 @@ def test_a_sealed_record_of_wrong_kinds_is_one_line(tmp_path):
         assert "checkpoint.json is not the record of a checkpoint" in _error(path), wrong
 
 
-def test_a_record_without_its_checksum_is_damaged(tmp_path):
-    path = _checkpoint(tmp_path)
-    record = RECORD | {"files": describe_files(path, ["weights"])}
-    (path / "checkpoint.json").write_text(json.dumps(record))
-    assert "checkpoint.json is damaged (without a checksum)" in _error(path)
-
-
 def test_files_that_are_missing_cut_or_left_over(tmp_path):
     path = _checkpoint(tmp_path)
     shutil.copy(path / "weights", path / "more")
@@ -198,6 +170,9 @@ def test_files_that_are_missing_cut_or_left_over(tmp_path):
     assert "weights has 3 bytes instead of 5" in _error(path)
     (path / "weights").unlink()
     assert "weights is missing" in _error(path)
+    files = {"x" * 5000: {"bytes": 1, "crc32": 1}}
+    write_sealed(path / "checkpoint.json", RECORD | {"files": files})
+    assert "xxx is missing" in _error(path)
 
 
 def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
@@ -230,12 +205,6 @@ def test_ranks_share_the_reading(tmp_path):
     check_content(tmp_path, files, slice(1, None, 2))
     with pytest.raises(InputError, match="c is damaged"):
         check_content(tmp_path, files, slice(0, None, 2))
-
-
-def test_config_and_tokenizer_alone_are_no_checkpoint(tmp_path):
-    (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(StorageError, match=r"^\.metadata is missing: every rank has to write"):
-        check_complete(tmp_path, describe_files(tmp_path, list_files(tmp_path)))
 
 
 def _run_each(commands):
