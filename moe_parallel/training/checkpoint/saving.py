@@ -4,13 +4,10 @@ A snapshot refers to the tensors of the model and the optimizer, which training 
 writes and publishes it, on the main thread or, for `Background`, on another.
 
 The background writer is a thread. A forked process could inherit locks that gloo's threads hold,
-and a spawned one would take seconds and a second copy of the state. Writing a file, flushing it and
-computing its checksum need no interpreter lock, so the thread leaves training its time. torch's
-`async_save` writes only the tensors. Here the thread does all of a save: the copy, the search for
-values that are not finite, the files, their checksums, the publication. The copy of the weights and
-of the optimizer's state is made during the next forward and backward pass, which do not change
-them; only the update waits for it. (torch's stager for such copies does not keep its memory in
-torch 2.11, and copies nothing the second time.)
+and a spawned one would take seconds and a second copy of the state. The thread does all of a save:
+the copy, the search for values that are not finite, the files, their checksums, the publication;
+torch's `async_save` would write only the tensors. The copy is made during the next forward and
+backward pass, which do not change weights and optimizer state; only the update waits for it.
 """
 
 from __future__ import annotations
@@ -141,12 +138,14 @@ def _pin(memory: torch.Tensor) -> None:
 
 def with_own_buffers(values: list[Sharded]) -> list[Sharded]:
     """The values, with copies of buffers and objects, which a forward pass may change; small."""
-    return [
-        each
-        if _is_copied_later(each) or not is_main_replica(each.replica_id)
-        else replace(each, data=_copy(each.data))
-        for each in values
-    ]
+    own = []
+    for each in values:
+        if is_main_replica(each.replica_id) and not _is_copied_later(each):
+            data, is_tensor = each.data, isinstance(each, ShardedTensor)
+            data = data.detach().to("cpu", copy=True) if is_tensor else deepcopy(data)
+            each = replace(each, data=data)
+        own.append(each)
+    return own
 
 
 def _is_copied_later(value: Sharded) -> bool:
@@ -157,12 +156,6 @@ def _is_copied_later(value: Sharded) -> bool:
         and is_main_replica(value.replica_id)
         and (value.data.requires_grad or value.key.startswith(STATE_PREFIX))
     )
-
-
-def _copy(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.detach().to("cpu", copy=True)
-    return deepcopy(data)
 
 
 class NotSaved(InputError):
