@@ -12,7 +12,7 @@ belong to a rank, start anew.
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,47 +74,42 @@ class TrainingState:
     unlogged: Mapping[str, Any] | None = None
 
 
+@dataclass
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. All ranks call each method together."""
+    """Saves and loads the checkpoints of one run. All ranks call each method together.
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_last: int | None,
-        fingerprint: Mapping[str, object],
-        layout: Mapping[str, int | str],
-        files: Mapping[str, str | Path],
-        states: Mapping[str, object] | None = None,
-        stream: Stream | None = None,
-        same_schedule: bool = True,
-        background: Background | None = None,
-    ):
-        """
-        Args:
-            directory: the folder given to --save; created when first needed.
-            keep_last: number of checkpoints to keep; None keeps all.
-            fingerprint: facts that a checkpoint must share with the configuration to be loaded
-                (sizes, expert selection), by the names of their flags; JSON values.
-            layout: sizes of the parallel groups and the kind of device. Random states are restored
-                only if the layout is equal.
-            files: by name, the text of a small file or the path of a file or folder to copy.
-            states: by flag, the values of the options that decide which numbers move after a step;
-                for the message if a checkpoint has other numbers.
-            stream: the samples in which the position that is saved counts; None: unknown.
-            same_schedule: whether a checkpoint's schedule must equal the configured one.
-                Otherwise the configured schedule continues at the checkpoint's step.
-            background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
-        """
-        self.folder = CheckpointFolder(directory)
-        self.keep_last = keep_last
-        self.fingerprint = as_json(fingerprint)
-        self.layout = {**layout, "world_size": dist.get_world_size()}
-        self.states = dict(states or {})
-        self.stream = stream
-        self.same_schedule = same_schedule
-        self.background = background
-        self._writer = Writer(self.folder, dict(files), keep_last)
+    Attributes:
+        directory: the folder given to --save; created when first needed.
+        keep_last: number of checkpoints to keep; None keeps all.
+        fingerprint: facts that a checkpoint must share with the configuration to be loaded
+            (sizes, expert selection), by the names of their flags; JSON values.
+        layout: sizes of the parallel groups and the kind of device. Random states are restored
+            only if it and the number of ranks are equal.
+        files: by name, the text of a small file or the path of a file or folder to copy.
+        states: by flag, the values of the options that decide which numbers move after a step;
+            for the message if a checkpoint has other numbers.
+        stream: the samples in which the position that is saved counts; None: unknown.
+        same_schedule: whether a checkpoint's schedule must equal the configured one. Otherwise the
+            configured schedule continues at the checkpoint's step.
+        background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
+    """
+
+    directory: Path
+    _: KW_ONLY
+    keep_last: int | None
+    fingerprint: Mapping[str, object]
+    layout: Mapping[str, int | str]
+    files: Mapping[str, str | Path]
+    states: Mapping[str, object] = field(default_factory=dict)
+    stream: Stream | None = None
+    same_schedule: bool = True
+    background: Background | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = CheckpointFolder(self.directory)
+        self.fingerprint = as_json(self.fingerprint)
+        self.layout = {**self.layout, "world_size": dist.get_world_size()}
+        self._writer = Writer(self.folder, self.files, self.keep_last)
 
     def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
         """The checkpoints of another model in the same folder, such as a dense warm-up model."""
@@ -229,7 +224,7 @@ class Checkpointer:
                 f"--load {path}: cannot read the checkpoint: {error}; "
                 "check the disk, or load another checkpoint"
             ) from error
-        known = (field.name for field in fields(TrainingState))
+        known = (each.name for each in fields(TrainingState))
         return TrainingState(**{name: record["training"].get(name) for name in known})
 
     def _read(
