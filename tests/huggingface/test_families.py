@@ -26,9 +26,9 @@ from moe_parallel.huggingface.families import (
     fields_of,
     options_of,
 )
-from moe_parallel.training.checkpoint.tensors import whole_tensors
 from tests.huggingface.imported import run_of
 from tests.huggingface.models import LLAMA3, MODELS, SIZES, build, save
+from tests.program import stored_tensors
 from tests.tiers import rest_in_full
 
 
@@ -72,7 +72,7 @@ def test_a_round_trip_is_the_same_to_the_bit(model_type: str, tmp_path: Path) ->
     config = make_config(options_of(family, fields) | {"make_vocab_size_divisible_by": 64})
     assert family_of_model(config) is family
 
-    ours = dict(whole_tensors(checkpoint))
+    ours = stored_tensors(checkpoint)
     assert ours["embedding.word_embeddings.weight"].shape == (128, 32)
     assert not ours["embedding.word_embeddings.weight"][96:].any()
     theirs: dict[str, torch.Tensor] = {}
