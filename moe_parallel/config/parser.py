@@ -18,6 +18,7 @@ from moe_parallel.errors import InputError
 GONE = {
     "log_digest": (True, "compare checkpoints by tools/checkpoint.py diff"),
     "aoe_fp8_screening": (False, "norms are always computed exactly"),
+    "aoe_send_activations": (True, "the rank of an expert computes C again"),
 }
 
 
