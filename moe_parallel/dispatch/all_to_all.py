@@ -145,10 +145,10 @@ class AllToAllDispatcher:
         """What the experts here compute with."""
         places = places_of(choices.experts_TK.shape[1], self.experts_there)
         x_MD, experts_MP, probs_MP = unpack_rows(packed_MW, x_TD.shape[1], places)
-        count, padded = route.choices, None
+        count: int | None = route.choices
         if pad_rows_per_expert is not None:
-            count, padded = None, pad_rows_per_expert * self.group.size()
-        row_map = self.ops.routing_map(experts_MP, self.experts_there, padded, count)
+            count, pad_rows_per_expert = None, pad_rows_per_expert * self.group.size()
+        row_map = self.ops.routing_map(experts_MP, self.experts_there, pad_rows_per_expert, count)
         return Dispatched(x_MD, probs_MP, row_map, None, route, wire_bytes)
 
     def _exchange(

@@ -241,8 +241,8 @@ FAULTS = [
     Fault(
         "padding of a rank's rows counts one sender",
         A_TO_A,
-        "pad_rows_per_expert * self.group.size()",
-        "pad_rows_per_expert",
+        "None, pad_rows_per_expert * self.group.size()",
+        "None, pad_rows_per_expert",
         ("tests/dispatch", "tests/model/test_layouts.py"),
     ),
     Fault(
