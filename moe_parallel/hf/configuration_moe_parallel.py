@@ -25,7 +25,7 @@ class MoeParallelConfig(PreTrainedConfig):
         scores: `router` logits, `norms` of x W_down (Autonomy-of-Experts), or norms of routing
             `neurons` (Union-of-Experts).
         scoring_func: softmax, sigmoid or raw: from scores to the weights of the chosen experts;
-            with the rule threshold, one of OF_VALUES.
+            with the rule threshold, one of GATES.
         norm_topk_prob: normalize these weights over the chosen experts.
         expert_bias: rank by score (norms) or probability (router) plus a bias.
         moe_top_p: p of the rule top_p. moe_top_p_strict: a sum of exactly p is not yet enough.
@@ -47,10 +47,6 @@ class MoeParallelConfig(PreTrainedConfig):
             vector.
         zero_expert_gate: the weights of experts chosen with a zero expert: `keep` them, or
             `renormalize` them without it.
-        router_aux_loss_coef: what the load-balancing loss is multiplied by, if output_router_logits
-            adds it to the loss of labels. None: the model has no such loss.
-        aux_loss_by_sequence: the loss of each sequence, not that of the batch.
-        free_expert_tau: what a free expert counts in the loss.
         qk_norm: RMSNorm of queries and keys, per `head` or over `all` heads. None: there is none.
     """
 
@@ -121,9 +117,6 @@ class MoeParallelConfig(PreTrainedConfig):
     zero_expert_gate: str = "keep"
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
-    router_aux_loss_coef: float | None = None
-    aux_loss_by_sequence: bool = False
-    free_expert_tau: float = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.moe_layers is None:

@@ -114,8 +114,8 @@ def export(
             _write_json(folder / GENERATION_FILE, tokenizer.generation)
             if family is None:
                 # copyfile would name these files, and not the new ones, if the disk is full.
-                for code in (Path(__file__).parents[1] / "hf").glob(CODE):
-                    (folder / code.name).write_bytes(code.read_bytes())
+                for name, code in CODE.items():
+                    (folder / name).write_bytes(code.read_bytes())
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from moe_parallel.balancing.losses import LossContext, load_balancing
 from moe_parallel.config import Config, Selection, TopKChoices
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import rope_fields
@@ -37,15 +37,15 @@ from moe_parallel.huggingface.tensors import (
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.layers.system import system_of
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
+from moe_parallel.selection.rules import WithoutZeroExperts
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
-from moe_parallel.selection.topk import TopK, WithoutZeroExperts
+from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.systems.lory.rule import LoryLayer
 from moe_parallel.systems.relu.rule import ReLU
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
 from moe_parallel.systems.smear.rule import ExpertDropout
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 from moe_parallel.systems.top_p.rule import MovingTopP, TopP
 from moe_parallel.systems.uoe.rule import UnionLayer
@@ -53,23 +53,10 @@ from moe_parallel.systems.uoe.rule import UnionLayer
 #: From a rule, and the number of scores that it sees, to its fields.
 RuleFields = Callable[[Any, int], dict[str, Any]]
 
-#: From the function that gives the probs of chosen experts: scoring_func and norm_topk_prob.
-_PROBS: dict[Any, tuple[str, bool]] = {
-    topk.softmax_of_selected: ("softmax", True),
-    topk.raw_probability: ("softmax", False),
-    topk.raw_score: ("raw", False),
-    topk.sigmoid_share_of_selected: ("sigmoid", True),
-    topk.sigmoid_of_selected: ("sigmoid", False),
-}
-
-#: The same for a threshold: scoring_func.
-_PROBS_OF_VALUES: dict[Any, str] = {
-    threshold.softmax_of_scores: "softmax",
-    threshold.sigmoid: "sigmoid",
-    threshold.sigmoid_of_value: "sigmoid_of_value",
-    threshold.raw_value: "raw_value",
-    threshold.softmax_of_chosen: "softmax_of_chosen",
-}
+#: From what gives the probs of chosen experts to scoring_func and norm_topk_prob; and for
+#: a threshold to scoring_func.
+_PROBS = {probs: names for names, probs in rules.PROBS.items()}
+_PROBS_OF_VALUES = {gate: name for name, gate in rules.GATES.items()}
 
 
 def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
@@ -104,22 +91,6 @@ def without_form(selection: Selection, reason: str) -> str:
         f"--load: --expert-selection {selection.system} has no form in transformers, which export, "
         f"texts and tasks need: {reason}"
     )
-
-
-def loss_fields(config: Config) -> dict[str, Any]:
-    """The fields of the load-balancing loss, if the system has one."""
-    selection: Any = config.selection
-    for make in system_of(selection).losses:
-        if make in (load_balancing, load_balancing):
-            loss = make(selection, LossContext(sum(config.moe_layers)))
-            by_sequence = selection.moe_router_load_balancing_type == "seq_aux_loss"
-            tau = getattr(selection, "moe_free_expert_tau", 1.0)
-            return {
-                "router_aux_loss_coef": loss.coefficient,
-                "aux_loss_by_sequence": by_sequence,
-                "free_expert_tau": tau,
-            }
-    return {}
 
 
 def register_rule(kind: Any, fields_of: RuleFields) -> None:
@@ -343,7 +314,10 @@ _LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
 
 MODEL_TYPE = "moe_parallel"
 ARCHITECTURE = "MoeParallelForCausalLM"
-CODE = "*_moe_parallel.py"  # the files of moe_parallel/hf that are copied next to the weights
+_HF = Path(__file__).parents[1] / "hf"
+#: The files that are copied next to the weights, by their names there.
+CODE = {path.name: path for path in _HF.glob("*_moe_parallel.py")}
+CODE |= {"rules_moe_parallel.py": Path(rules.__file__)}
 _MODELING = "modeling_moe_parallel"
 AUTO_MAP = {
     "AutoConfig": "configuration_moe_parallel.MoeParallelConfig",
@@ -388,7 +362,7 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
     width = folded_width(config) if fold else dispatched_width(config)
     fields |= {"num_experts": n, "moe_intermediate_size": width}
     fields |= rule_fields(selection, n + selection.free_experts)
-    fields |= exported_layer(config).fields(config) | loss_fields(config)
+    fields |= exported_layer(config).fields(config)
     if low_rank_size(selection) is not None:
         fields |= {"low_rank_size": low_rank_size(selection), "folded": fold}
     fields["expert_bias"] = selection.adds_bias

@@ -75,7 +75,7 @@ def test_an_export_chooses_as_the_run(options, bias):
         rule = rule.with_bias(bias_E)
     scores = "neurons" if options.get("expert_selection") == "uoe" else "router"
     config = hf.MoeParallelConfig(**SHAPE | rule_fields(selection, 4) | {"scores": scores})
-    weights, index = modeling.RULES[config.rule](config)(HOSTILE, bias_E)
+    weights, index = modeling.RULES[config.rule](config, HOSTILE, bias_E)
     choices = rule(HOSTILE, Tokens(1))
     chosen = choices.experts_TK >= 0
     assert torch.equal(index.masked_fill(~chosen, -1), choices.experts_TK)
@@ -108,18 +108,14 @@ def test_routing_neurons_by_hand(norm_of, gate_routing):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("gate", "of_x"), [("keep", [0.0, 0.0, 0.75, 0.25]), ("renormalize", [0.0, 0.0, 0.75, 1.0])]
-)
 @torch.no_grad()
-def test_free_experts_by_hand(gate, of_x):
+def test_free_experts_by_hand():
     """Two experts, then two zero experts, a copy, and a constant expert that mixes 1 : 3."""
     config = hf.MoeParallelConfig(
         **SHAPE | {"num_experts": 2, "hidden_size": 2},
         zero_experts=2,
         copy_experts=1,
         constant_experts=1,
-        zero_expert_gate=gate,
     )
     free = modeling.MoeParallelFreeExperts(config)
     free.w_constant.copy_(torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]]))  # for x_0 = 1
@@ -128,8 +124,8 @@ def test_free_experts_by_hand(gate, of_x):
     index = torch.tensor([[0, 1], [2, 3], [4, 5], [3, 4]])
     weights = torch.tensor([[0.5, 0.5], [0.6, 0.4], [2 / 3, 1 / 3], [0.75, 0.25]])
     others, kept, y = free(x, index, weights)
-    of_v = torch.tensor([0.0, 0.0, 0.25, 0.0])
-    torch.testing.assert_close(y, torch.tensor(of_x)[:, None] * x + of_v[:, None] * free.v_constant)
+    of_x, of_v = torch.tensor([0.0, 0.0, 0.75, 0.25]), torch.tensor([0.0, 0.0, 0.25, 0.0])
+    torch.testing.assert_close(y, of_x[:, None] * x + of_v[:, None] * free.v_constant)
     assert kept.tolist() == [[0.5, 0.5], [0, 0], [0, 0], [0, 0]]
     assert others[0].tolist() == [0, 1] and ((others >= 0) & (others < 2)).all()
 

@@ -63,18 +63,6 @@ def _fields(of_run):
             {"rule": "top_p", "num_experts": 4, "num_experts_per_tok": 7, "copy_experts": 3},
         ),
         (options("lory"), {"rule": "merge"}),
-        (options("relu"), {"router_aux_loss_coef": None}),
-        (options("aoe") | {"moe_aux_loss_coeff": 0.5}, {"router_aux_loss_coef": 0.5}),
-        (
-            options("aoe") | {"moe_aux_loss_coeff": 0.5, "moe_aux_loss_per_choice": True},
-            {"router_aux_loss_coef": 0.125},  # two layers, two choices
-        ),
-        (
-            options("top_p")
-            | {"moe_copy_experts": 3, "moe_free_expert_tau": 0.5}
-            | {"moe_router_load_balancing_type": "seq_aux_loss"},
-            {"aux_loss_by_sequence": True, "free_expert_tau": 0.5},
-        ),
         (options("lory_prefix"), {"rule": "merge", "prefix_length": 3}),
     ],
 )  # fmt: skip

@@ -88,8 +88,8 @@ FAULTS_OF_MODELS = [
     Fault(
         "an export says that shares of sigmoids do not sum to 1",
         f"{HUGGINGFACE}/own_model.py",
-        'topk.sigmoid_share_of_selected: ("sigmoid", True)',
-        'topk.sigmoid_share_of_selected: ("sigmoid", False)',
+        '"norm_topk_prob": normalized',
+        '"norm_topk_prob": normalized and scoring != "sigmoid"',
         ("tests/huggingface/test_own_model.py", "tests/huggingface/test_export.py"),
     ),
     Fault(
@@ -101,9 +101,9 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "an exported gate of the margin is that of the score",
-        "moe_parallel/hf/modeling_moe_parallel.py",
-        '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values)',
-        '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(scores)',
+        "moe_parallel/selection/rules.py",
+        '"sigmoid_of_value": sigmoid_of_value',
+        '"sigmoid_of_value": sigmoid',
         ("tests/hf/test_modeling_moe_parallel.py", "tests/huggingface/test_export.py"),
     ),
 ]
