@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.convert.gate import Factors, GateOptions, convert_gate
+from moe_parallel.convert.gate import Factors, convert_gate
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
@@ -127,15 +127,13 @@ class ConvertedLayer:
     """Measurements of a converted layer on held-out tokens."""
 
     number: int  # counted from 1
-    ranking: str
-    condition: float
     before: RoutingOverlap  # with the router, for the plain result of the SVD
     after: RoutingOverlap
     gate_error: float  # relative error of x W_g
 
 
 def convert_layers(
-    source: Any, target: Any, calibration: Calibration, k: int, options: GateOptions
+    source: Any, target: Any, calibration: Calibration, k: int, rank: int
 ) -> Iterator[ConvertedLayer]:
     """Convert the weights of `source` into `target`, a GPTModel of autonomous layers, by layer."""
     names = {
@@ -149,7 +147,7 @@ def convert_layers(
         if isinstance(layer.mlp, RoutedLayer):
             mlp = target.decoder.layers[number].mlp
             assert isinstance(mlp, AutonomousLayer)
-            yield _convert_layer(layer.mlp, mlp, target, calibration, k, options)
+            yield _convert_layer(layer.mlp, mlp, target, calibration, k, rank)
 
 
 @torch.no_grad()
@@ -159,14 +157,14 @@ def _convert_layer(
     model: Any,
     calibration: Calibration,
     k: int,
-    options: GateOptions,
+    rank: int,
 ) -> ConvertedLayer:
     assert isinstance(routed.experts, SwiGLUExperts)
     w_gate_EDF, w_p_EDF = routed.experts.w_gate_up_LD2F.unbind(2)
     autonomous.experts.w_p_LDW.copy_(w_p_EDF)
     autonomous.experts.w_out_LWD.copy_(routed.experts.w_out_LFD)
     x_TD = inputs_of(autonomous, model, calibration.fitted)
-    gate = convert_gate(w_gate_EDF, routed.w_router_ED, x_TD, k, options)
+    plain, factors = convert_gate(w_gate_EDF, routed.w_router_ED, x_TD, k, rank)
 
     x_TD = inputs_of(autonomous, model, calibration.held_out)
     routed.eval()
@@ -177,14 +175,11 @@ def _convert_layer(
         autonomous.experts.w_up_LRW.copy_(factors.rows_ERF)
         return routing_overlap(wanted, _choices(autonomous, x_TD, calibration.held_out))
 
-    before = measured(gate.before)
     return ConvertedLayer(
         number=routed.layer_number,
-        ranking=gate.ranking,
-        condition=gate.condition,
-        before=before,
-        after=measured(gate.factors),  # last, because these factors stay in the layer
-        gate_error=gate.factors.error(w_gate_EDF.double(), x_TD.double()),
+        before=measured(plain),
+        after=measured(factors),  # last, because these factors stay in the layer
+        gate_error=factors.error(w_gate_EDF.double(), x_TD.double()),
     )
 
 

@@ -6,7 +6,6 @@ import torch
 
 from moe_parallel.convert.gate import (
     cross_entropy,
-    fitted_scales,
     ranking_columns,
     shared_offset,
 )
@@ -28,21 +27,6 @@ def test_cross_entropy_by_hand():
     logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     expected = (numpy.log(2) - 0.5 * numpy.log(0.75) - 0.5 * numpy.log(0.25)) / 2
     assert float(cross_entropy(scores, logits)) == pytest.approx(expected)
-
-
-def test_scales_are_found_again():
-    """The logits are norms times known numbers, up to one constant per token."""
-    norms = draw(0, T, E).abs() + 0.5
-    scales = torch.tensor([0.3, 0.7, 1.0, 2.0, 4.0]).double()
-    logits = norms * scales + draw(1, T, 1)
-    found = fitted_scales(norms, logits, each=True)
-    numpy.testing.assert_allclose(found, scales, rtol=2e-3)
-
-
-def test_one_scale_is_found_again():
-    norms = draw(0, T, E).abs() + 0.5
-    found = fitted_scales(norms, 1.7 * norms + draw(1, T, 1), each=False)
-    numpy.testing.assert_allclose(found, [1.7] * E, rtol=1e-3)
 
 
 def test_an_offset_turns_logits_into_norms_where_activations_have_a_side():

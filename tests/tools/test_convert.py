@@ -70,7 +70,6 @@ def checkpoint(tmp_path: Path) -> Path:
         (["--to", "dense"], "--to is dense: it takes one of aoe, topk"),
         (["--to", "aoe", "--save", "x"], "--load is not set"),
         (["--to", "aoe", "--load", "x"], "--save is not set"),
-        (["--to", "aoe", "--svd", "fine"], "--svd is fine: it takes one of weighted, plain"),
         (["--to", "aoe", "--load", "nowhere", "--save", "x"], "nowhere: there is no such folder"),
     ],
 )
