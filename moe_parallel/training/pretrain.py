@@ -24,10 +24,10 @@ from moe_parallel.config.message import counted
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.evaluation.baselines import (
+    ByteModel,
     first_bytes,
     held_out_bits_per_byte,
     joined,
-    train_trigram,
 )
 from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.model.memory import check_memory
@@ -337,7 +337,8 @@ def compare_with_baselines(
     """
     train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
     share = max(1, train_bytes // len(train))
-    trigram = train_trigram(chain.from_iterable(first_bytes(side, share) for side in train))
+    read = joined(chain.from_iterable(first_bytes(side, share) for side in train))
+    trigram = ByteModel(read, order=3)
     left_out = any(next(side, None) is not None for side in train)
 
     ours = dict(text_losses)

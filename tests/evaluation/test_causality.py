@@ -15,7 +15,6 @@ from moe_parallel.evaluation.causality import (
     TokenPlace,
     logits_of_gpt,
     measure_influence,
-    sample_places,
 )
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.systems import SELECTIONS
@@ -62,7 +61,6 @@ FULL = {"moe_expert_capacity_factor": 1.0}  # experts drop choices
 BY_POSITION = FULL | {"moe_token_drop_policy": "position"}
 LOW_RANK = {"aoe_low_rank_size": 8}
 AOE = {"expert_selection": "aoe"} | LOW_RANK
-BY_SOFTMAX = {"moe_expert_choice_scores": "softmax"}
 SEGMENT = 3  # of 8 positions, so that the last segment is short
 LORY = {"expert_selection": "lory", "lory_segment_length": SEGMENT}
 PREFIX = {"expert_selection": "lory_prefix"}
@@ -89,12 +87,8 @@ SYSTEMS = {
     "topk": System({}, SOUND, SOUND),
     "topk and its options": System(OPTIONS_OF_TOPK, SOUND, SOUND),
     "topk, free experts": System(FREE, SOUND, SOUND),
-    "topk, coupled": System({"moe_erc_loss_coeff": 1.0}, SOUND, SOUND),
     # A bias is that of the step before, however it is found.
     "topk, solved bias": System(SOLVED, SOUND, SOUND),
-    "topk, bias by errors and their growth": System(
-        {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "id"}, SOUND, SOUND
-    ),
     "hash": System({"expert_selection": "hash"}, SOUND, SOUND),
     "top_p": System({"expert_selection": "top_p"}, SOUND, SOUND),
     "top_p, a moving p": System(
@@ -103,7 +97,6 @@ SYSTEMS = {
     "relu": System({"expert_selection": "relu"}, SOUND, SOUND),
     "aoe": System(AOE, SOUND, SOUND),
     "aoe, free experts": System(AOE | {"moe_copy_experts": 2}, SOUND, SOUND),
-    "aoe, solved bias": System(AOE | SOLVED, SOUND, SOUND),
     "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
     "uoe": System({"expert_selection": "uoe"}, SOUND, SOUND),
     "corm": System({"expert_selection": "corm"}, SOUND, SOUND),
@@ -118,9 +111,6 @@ SYSTEMS = {
     "smear": System({"expert_selection": "smear", "smear_sees_the_future": "true"}, AHEAD, AHEAD),
     # Experts choose among all tokens of a micro-batch; in evaluation tokens choose experts.
     "expert_choice": System({"expert_selection": "expert_choice"}, MIXED, SOUND),
-    "expert_choice by softmax": System(
-        {"expert_selection": "expert_choice"} | BY_SOFTMAX, MIXED, SOUND
-    ),
     "aoe_expert_choice": System({"expert_selection": "aoe_expert_choice"} | LOW_RANK, MIXED, SOUND),
     "segment_expert_choice": System(
         LORY | {"expert_selection": "segment_expert_choice"}, MIXED, AHEAD
@@ -217,14 +207,6 @@ def test_the_first_segment_sees_itself_and_no_other_sees_ahead(
     assert all(leak.source.position < SEGMENT for leak in leaks)
 
 
-def test_dropping_by_position_lets_nobody_be_evicted_by_a_later_first_choice(
-    influences: dict[str, dict[str, Influence]],
-) -> None:
-    """Tokens count position by position; at each position, instance by instance."""
-    for leak in influences["top1, drop by position"]["training"].across:
-        assert leak.source[::-1] < leak.target[::-1]
-
-
 # Functions of tokens; their leaks can be counted by hand.
 
 
@@ -236,12 +218,9 @@ def past(tokens_BS: torch.Tensor) -> torch.Tensor:
     return one_hot(tokens_BS).cumsum(1)
 
 
-def everything(tokens_BS: torch.Tensor) -> torch.Tensor:
-    return past(tokens_BS) + one_hot(tokens_BS).mean(1, keepdim=True)
-
-
-def last_token(tokens_BS: torch.Tensor) -> torch.Tensor:
-    return past(tokens_BS) + one_hot(tokens_BS)[:, -1:]
+def slightly_ahead(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Sees the future with 1e-8 of the size of the logits."""
+    return past(tokens_BS) + 1e-7 * one_hot(tokens_BS).sum(1, keepdim=True)
 
 
 def neighbors(tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -249,19 +228,12 @@ def neighbors(tokens_BS: torch.Tensor) -> torch.Tensor:
     return past(tokens_BS) + 0.1 * past(tokens_BS).sum(0, keepdim=True)
 
 
-def merged_by_halves(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """A function in which both halves depend on the mean of the first half."""
-    return past(tokens_BS) + one_hot(tokens_BS)[:, : POSITIONS // 2].mean(1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     ("function", "inside", "between"),
     [
         (past, 0, 0),
-        (everything, INSIDE, 0),
-        (last_token, INSTANCES * (POSITIONS - 1), 0),
+        (slightly_ahead, INSIDE, 0),
         (neighbors, 0, INSTANCES * POSITIONS * (POSITIONS + 1) // 2),
-        (merged_by_halves, INSTANCES * (POSITIONS // 2) * (POSITIONS // 2 - 1) // 2, 0),
     ],
 )
 def test_leaks_are_counted(function: Any, inside: int, between: int) -> None:
@@ -271,6 +243,14 @@ def test_leaks_are_counted(function: Any, inside: int, between: int) -> None:
     assert influence.noise == 0.0
 
 
+def test_in_single_precision_what_is_slight_is_rounding() -> None:
+    influence = measure_influence(
+        lambda tokens: slightly_ahead(tokens).float(), random_tokens(), VOCABULARY
+    )
+    assert not influence.future
+    assert 0 < influence.noise < 1e-6 < influence.tolerance
+
+
 def test_a_leak_says_from_where_to_where_and_how_much() -> None:
     tokens_BS = torch.zeros(1, 3, dtype=torch.int64)
     (leak,) = measure_influence(
@@ -278,39 +258,6 @@ def test_a_leak_says_from_where_to_where_and_how_much() -> None:
         tokens_BS, VOCABULARY, places=[TokenPlace(0, 2)],
     ).future  # fmt: skip
     assert leak == (TokenPlace(0, 2), TokenPlace(0, 1), 0.25)
-
-
-def test_changes_of_all_outputs_are_there() -> None:
-    influence = measure_influence(past, random_tokens(), VOCABULARY, places=[TokenPlace(1, 3)])
-    expected_BS = torch.zeros(INSTANCES, POSITIONS, dtype=torch.float64)
-    expected_BS[1, 3:] = 1.0
-    assert torch.equal(influence.changes_PBS, expected_BS[None])
-
-
-def test_who_sees_nothing_is_noticed() -> None:
-    influence = measure_influence(
-        lambda tokens: torch.ones(*tokens.shape, VOCABULARY), random_tokens(), VOCABULARY
-    )
-    assert influence.felt == 0
-
-
-def slightly_leaking(dtype: torch.dtype) -> Influence:
-    """A function that leaks the future with 1e-8 of the size of the logits."""
-    return measure_influence(
-        lambda tokens: (past(tokens) + 1e-7 * one_hot(tokens).sum(1, keepdim=True)).to(dtype),
-        random_tokens(),
-        VOCABULARY,
-    )
-
-
-def test_in_double_precision_a_slight_leak_is_told_from_rounding() -> None:
-    assert len(slightly_leaking(torch.float64).future) == INSIDE
-
-
-def test_in_single_precision_it_is_rounding() -> None:
-    influence = slightly_leaking(torch.float32)
-    assert not influence.future
-    assert 0 < influence.noise < 1e-6 < influence.tolerance
 
 
 def test_every_pass_draws_the_same_random_numbers() -> None:
@@ -330,11 +277,6 @@ def test_a_model_that_changes_meanwhile_is_refused() -> None:
         measure_influence(lambda t: past(t) + next(calls), random_tokens(), VOCABULARY)
 
 
-def test_logits_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(InputError, match="not finite"):
-        measure_influence(lambda t: past(t) / 0.0, random_tokens(), VOCABULARY)
-
-
 def test_replacements_are_other_tokens() -> None:
     asked = []
 
@@ -346,9 +288,3 @@ def test_replacements_are_other_tokens() -> None:
     measure_influence(remember, tokens_BS, vocab_size=3, places=[TokenPlace(0, 0)], replacements=9)
     assert asked[0] == asked[-1] == 1
     assert sorted(asked[1:-1]) == [0, 2]
-
-
-def test_places_are_drawn_without_replacement() -> None:
-    drawn = sample_places(2, 5, count=7)
-    assert len(set(drawn)) == 7 and drawn == sorted(drawn)
-    assert sample_places(2, 5, count=99) == [TokenPlace(b, s) for b in range(2) for s in range(5)]

@@ -53,13 +53,6 @@ def test_the_interval_of_a_ratio_is_that_of_resampling() -> None:
     assert estimate.margin == pytest.approx(1.96 * resampled.std(), rel=0.06)
 
 
-def test_one_document_has_no_interval() -> None:
-    loss = DomainLoss((TextLoss(12.0, 6, 8),))
-    assert loss.bits_per_byte.value == pytest.approx(12 / math.log(2) / 8)
-    assert loss.bits_per_byte.margin is None
-    assert loss.perplexity == pytest.approx((math.exp(2),) * 3)
-
-
 def test_a_domain_is_the_sum_of_its_documents() -> None:
     loss = DomainLoss((TextLoss(12.0, 6, 8), TextLoss(3.0, 4, 16)))
     assert loss.whole == TextLoss(15.0, 10, 24)
