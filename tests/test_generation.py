@@ -98,15 +98,6 @@ def test_a_character_of_several_bytes_is_shown_whole_and_a_stop_string_never():
     assert "".join(shown) == ends.texts[0] == "naïve façade 漢字 🙂"
 
 
-def test_the_text_of_a_chat() -> None:
-    chat = Chat("A helpful model.", "User", "Model")
-    assert chat.prompt("hello") == "A helpful model.\nUser: hello\nModel:"
-    chat.turns.append(("hello", "hi"))
-    assert chat.prompt("and?") == ("A helpful model.\nUser: hello\nModel: hi\nUser: and?\nModel:")
-    assert chat.stop == "\nUser:"
-    assert Chat().prompt("x") == "User: x\nModel:"
-
-
 class Words(NullTokenizer):
     """A token for each word."""
 

@@ -15,35 +15,6 @@ from moe_parallel.layers.system import system_of
 from moe_parallel.selection.tokens import Tokens
 from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
 
-
-def test_a_table_of_more_experts_than_a_dtype_counts():
-    config = hf.MoeParallelConfig(**SHAPE | {"rule": "hash", "num_experts": 257})
-    gate = modeling.MoeParallelRouter(config)
-    torch.nn.init.normal_(gate.router_out)
-    x, ids = torch.randn(3, 16), torch.tensor([5, 6, 39])
-    table = torch.arange(80).view(40, 2) + 177
-    for dtype in (torch.int64, torch.float32, torch.float16):
-        gate.expert_table = torch.nn.Parameter(table.to(dtype), requires_grad=False)
-        assert torch.equal(gate(x, ids).index_TK, table[ids])
-    gate.expert_table = torch.nn.Parameter(table.bfloat16(), requires_grad=False)
-    with pytest.raises(ValueError, match="a table of 257 experts is not exact in torch.bfloat16"):
-        gate(x, ids)
-
-
-@torch.no_grad()
-def test_a_table_chooses_by_id_and_the_router_weighs():
-    model = build("hash")
-    gate = model.model.layers[1].mlp.gate
-    x, ids = torch.randn(5, 16), torch.tensor([0, 3, 39, 3, 7])
-    scores, weights, chosen, *_ = gate(x, ids)
-    for token, item in enumerate(ids.tolist()):
-        experts = gate.expert_table[item].tolist()
-        assert len({*experts}) == 2 and chosen[token].tolist() == experts
-        logits = torch.stack([gate.router_out[expert] @ x[token] for expert in experts])
-        torch.testing.assert_close(weights[token], logits.softmax(0))
-    assert scores.shape == (5, 4)
-
-
 #: Of tokens whose sigmoids or probabilities round to the same numbers, and of exact ties.
 HOSTILE = torch.tensor([[18.0, 20, 22, 25], [50, 40, 60, 45], [0, -200, -120, -150], [7, 3, 7, 7]])
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}

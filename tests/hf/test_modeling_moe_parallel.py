@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
-    GenerationConfig,
     StaticCache,
 )
 
@@ -167,17 +166,6 @@ def test_a_merge_is_that_of_the_prompts_mean():
         torch.testing.assert_close(y[row], (F.silu(gate) * up) @ down.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_merge_of_the_first_tokens_of_the_prompt():
-    model = build("merge", prefix_length=3)
-    other = TOKENS.clone()
-    other[0, 7] = 1
-    with torch.no_grad():
-        ours, theirs = model(TOKENS).logits[0], model(other).logits[0]
-        of_all = build("merge")
-        assert not torch.equal(of_all(TOKENS).logits[0, 0], of_all(other).logits[0, 0])
-    assert torch.equal(ours[:7], theirs[:7]) and not torch.equal(ours[7:], theirs[7:])
-
-
 @pytest.mark.parametrize("uniform", [False, True])
 @torch.no_grad()
 def test_a_merge_of_each_segment(uniform):
@@ -299,14 +287,6 @@ def test_saved_and_loaded(variant, tmp_path):
     assert type(config) is hf.MoeParallelConfig
     values, known = config.to_dict(), hf.MoeParallelConfig(**SHAPE | VARIANTS[variant]).to_dict()
     assert all(values[name] == known[name] for name in SHAPE | VARIANTS[variant])
-
-
-def test_no_field_is_taken_for_an_option_of_generation():
-    """transformers moves such fields into the generation config, and complains of them there."""
-    shared = {*hf.MoeParallelConfig().to_dict()} & {*vars(GenerationConfig())}
-    of_every_model = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
-    of_every_model |= {"output_attentions", "output_hidden_states", "transformers_version"}
-    assert shared <= of_every_model
 
 
 def test_a_merged_model_refuses_what_has_no_prompt():

@@ -304,22 +304,6 @@ def test_an_export_of_a_run_in_bf16_has_its_fp32_masters(tmp_path):
     )
 
 
-def test_an_export_in_bf16_keeps_tables_whole(tmp_path):
-    runs = [(tmp_path / name, options(name)) for name in ("hash", "aoe, free experts")]
-    run_distributed(1, save_runs, runs)
-    for (run, _), name in zip(runs, ("expert_table", "free_scores"), strict=True):
-        stored = []
-        for dtype in ("auto", "bfloat16"):
-            export_run(run, run / dtype, dtype=dtype, architecture="own")
-            tensors = load_file(run / dtype / "model.safetensors")
-            assert tensors["model.embed_tokens.weight"].dtype == (
-                torch.float32 if dtype == "auto" else torch.bfloat16
-            )
-            stored.append(tensors[f"model.layers.1.mlp.gate.{name}"])
-        assert stored[0].dtype == (torch.int64 if name == "expert_table" else torch.float32)
-        assert stored[0].dtype == stored[1].dtype and torch.equal(*stored)
-
-
 def test_the_tokenizer_is_the_runs(run, tmp_path):
     export_run(run, tmp_path / "out")
     ours, theirs = small_bpe(), AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -17,8 +17,6 @@ def _fields(of_run):
 @pytest.mark.parametrize(
     ("of_run", "expected"),
     [
-        (options("topk"), {"rule": "topk", "num_experts_per_tok": 2, "norm_topk_prob": True}),
-        (options("topk, one expert"), {"num_experts_per_tok": 1, "norm_topk_prob": False}),
         (
             options("topk") | {"moe_router_pre_softmax": True},
             {"scoring_func": "softmax", "norm_topk_prob": False},
@@ -36,16 +34,9 @@ def _fields(of_run):
             {"rule": "topk", "num_experts_per_tok": 3, "shared_expert_gate": True},
         ),
         (
-            options("threshold"),
-            {"rule": "threshold", "scoring_func": "sigmoid", "expert_bias": True},
-        ),
-        (
             options("top_p, a moving p") | {"moe_inference_top_p": 0.3},
             {"rule": "top_p", "moe_top_p": 0.3, "norm_topk_prob": True},
         ),
-        (options("relu"), {"rule": "relu", "num_experts_per_tok": 4}),
-        (options("hash"), {"rule": "hash", "num_experts_per_tok": 2, "norm_topk_prob": True}),
-        (options("hash") | {"moe_router_topk": 1}, {"rule": "hash", "norm_topk_prob": False}),
         (
             options("uoe"),
             {"rule": "topk", "scores": "neurons", "routing_neurons": 8, "norm_of": "activation",
@@ -62,7 +53,6 @@ def _fields(of_run):
             options("top_p") | {"moe_copy_experts": 3},
             {"rule": "top_p", "num_experts": 4, "num_experts_per_tok": 7, "copy_experts": 3},
         ),
-        (options("lory"), {"rule": "merge"}),
         (options("lory_prefix"), {"rule": "merge", "prefix_length": 3}),
     ],
 )  # fmt: skip

@@ -7,25 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.huggingface.weights import _divided
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import export_run, save_runs, source_of
 from tests.systems import options
 
 MIB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("sizes", "files"),
-    [
-        ([3, 3, 3], [["a", "b", "c"]]),
-        ([5, 5, 1], [["a", "b"], ["c"]]),
-        ([11, 1, 9], [["a"], ["b", "c"]]),
-        ([1, 11, 12], [["a"], ["b"], ["c"]]),
-    ],
-)
-def test_files_are_filled_in_order(sizes: list[int], files: list[list[str]]) -> None:
-    assert _divided(dict(zip("abc", sizes, strict=True)), 10) == files
 
 
 def _status(field: str) -> int:
