@@ -26,8 +26,13 @@ from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -60,66 +65,6 @@ class MoeParallelRMSNorm(nn.Module):
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (self.weight.float() * x).to(hidden_states.dtype)
-
-
-class MoeParallelRotaryEmbedding(nn.Module):
-    """cos and sin of the positions' angles, [B, S, head_dim]."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        super().__init__()
-        assert config.rope_parameters is not None
-        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
-        frequencies = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = frequencies(config)
-        # `original_inv_freq`: transformers then fills both when it loads a model.
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(
-        config: MoeParallelConfig, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, float]:
-        assert config.rope_parameters is not None
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-
-    @torch.no_grad()
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq.float()
-        angles = torch.cat([angles, angles], dim=-1)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, heads, S, head_dim] at its positions; channel i turns with i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(Q K^T * scaling + mask) V, for groups of queries that share a key."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    logits = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        logits = logits + attention_mask
-    weights = logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class MoeParallelAttention(nn.Module):
@@ -158,8 +103,9 @@ class MoeParallelAttention(nn.Module):
                 "the norm of queries and keys spans all heads, and vLLM divides the heads over its "
                 f"ranks: set tensor_parallel_size to 1 instead of {self.q_proj.tp_size}"
             )
-        query = _rotated(self._heads(self.q_proj(hidden_states), self.q_norm), *position_embeddings)
-        key = _rotated(self._heads(self.k_proj(hidden_states), self.k_norm), *position_embeddings)
+        query = self._heads(self.q_proj(hidden_states), self.q_norm)
+        key = self._heads(self.k_proj(hidden_states), self.k_norm)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         value = self._heads(self.v_proj(hidden_states), None)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -387,20 +333,6 @@ GATES_OF = {
 }
 
 
-class MoeParallelMLP(nn.Module):
-    """A dense SwiGLU layer: (SiLU(x W_g) * (x W_p)) W_o."""
-
-    def __init__(self, config: MoeParallelConfig, width: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class MoeParallelFreeExperts(nn.Module):
     """Experts without matrices: 0, the input x, or a_1 x + a_2 v, (a_1, a_2) = softmax(x W_c^T).
 
@@ -565,7 +497,7 @@ class MoeParallelSparseBlock(nn.Module):
         self.free_experts = MoeParallelFreeExperts(config) if config.free_experts else None
         self.experts = (MoeParallelLowRankExperts if low_rank else MoeParallelExperts)(config)
         width = config.shared_expert_intermediate_size
-        self.shared_expert = None if width is None else MoeParallelMLP(config, width)
+        self.shared_expert = None if width is None else Qwen2MoeMLP(config, width)
         self.shared_expert_gate = None
         if config.shared_expert_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
@@ -603,7 +535,7 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = MoeParallelRMSNorm(config.hidden_size, config.rms_norm_eps)
         assert config.moe_layers is not None
         if not config.moe_layers[layer_idx]:
-            self.mlp: nn.Module = MoeParallelMLP(config, config.intermediate_size)
+            self.mlp: nn.Module = Qwen2MoeMLP(config, config.intermediate_size)
         elif config.rule == "merge":
             self.mlp = MoeParallelMergedExperts(config)
         else:
@@ -708,7 +640,7 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             [MoeParallelDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
         )
         self.norm = MoeParallelRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = MoeParallelRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 

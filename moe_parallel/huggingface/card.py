@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_parallel.config import Config
-from moe_parallel.huggingface.own_model import ARCHITECTURE, EARLIER_TOKENS, exported_layer
+from moe_parallel.huggingface.own_model import ARCHITECTURE
 from moe_parallel.huggingface.tensors import folded_width, routing_neurons
+from moe_parallel.systems import LoryPrefixSelection, LorySelection
+from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.telemetry.metrics import MetricsLine
 
 
@@ -28,15 +30,25 @@ class Facts:
     left_out: Sequence[str] = ()  # fields of special tokens that its vocabulary lacks
 
 
+EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
+EXPERTS_CHOSE = (
+    "In training each expert chose among all tokens of a micro-batch, later ones too, so the "
+    "training loss is not the likelihood of the text. Here each token chooses its experts, as in "
+    "the run's evaluations, and its output depends on this token and earlier ones."
+)
+
+
 def export_notes(config: Config) -> list[str]:
     """What differs between the exported model and the run, and what a token's output depends on.
 
     Sentences for the user; none is specific to a format.
     """
+    selection: Any = config.selection
     if config.moe.num_experts is None:
         return [EARLIER_TOKENS]
-    selection, layer = config.selection, exported_layer(config)
-    found = [layer.depends_on(config)]
+    if isinstance(selection, LorySelection | LoryPrefixSelection):
+        return _notes_of_lory(selection)
+    found = [EXPERTS_CHOSE if isinstance(selection, ExpertsChoose) else EARLIER_TOKENS]
     if selection.reads_token_ids:
         found.append(
             "The ids of the tokens choose the experts, so the model needs input_ids and refuses "
@@ -47,7 +59,36 @@ def export_notes(config: Config) -> list[str]:
             "The run had a capacity: an expert that was full dropped tokens, in evaluations too. "
             "Here none is dropped, so outputs and losses may differ from the run's."
         )
-    return found + layer.differs(config)
+    if getattr(selection, "screening", 0):
+        found.append(
+            "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
+            "differ from the run's."
+        )
+    return found
+
+
+def _notes_of_lory(selection: Any) -> list[str]:
+    by_prefix, length = isinstance(selection, LoryPrefixSelection), selection.lory_segment_length
+    by = f"first {length} tokens of the prompt" if by_prefix else "prompt"
+    found = [
+        f"The mean of the {by} merges the experts, once in each layer, for the prompt and all that "
+        "is generated. In the prompt a token's output therefore depends on later tokens too. A "
+        "loss over a text that is given at once is not its likelihood; use the run's own "
+        "evaluation."
+    ]
+    if by_prefix:
+        found.append(
+            f"If a prompt has fewer than {length} tokens, tools/generate.py merges anew for each "
+            "token, as this model does without a cache (use_cache=False). With one the mean of the "
+            "prompt stays, so such a text may differ."
+        )
+    elif selection.lory_inference != "prompt":
+        found.append(
+            "The run's evaluations merge the experts anew for each segment, as this model does "
+            "without a cache (use_cache=False). With one they are merged once, as in the run's "
+            "generation."
+        )
+    return found
 
 
 def model_card(config: Config, facts: Facts) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from moe_parallel.collective_errors import StorageError, one_line
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.config import Config
-from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import GENERATION_FILE, Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, export_notes, model_card
@@ -24,6 +23,7 @@ from moe_parallel.huggingface.tokenizer import write_tokenizer
 from moe_parallel.huggingface.weights import (
     Written,
     checked_entries,
+    new_folder,
     tensors_of,
     write_safetensors,
 )
@@ -101,7 +101,7 @@ def export(
     steps = _steps(source, options, family)
     with _readable(source.checkpoint):
         record, entries = _checked(source.checkpoint, steps)
-        with _new_folder(output) as folder:
+        with new_folder(output) as folder:
             tokenizer = write_tokenizer(source.tokenizer, source.config.positions, folder)
             written = write_safetensors(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
@@ -237,23 +237,3 @@ def _validation(checkpoint: Path, iteration: int) -> MetricsLine | None:
         if record.get("iteration") == iteration and "validation" in record:
             found = record["validation"]
     return found
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `output` if the block succeeds, and is removed otherwise."""
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise InputError(f"--output {output} already exists: name a new folder")
-    lock = output.with_name(f".{output.name}.lock")
-    try:
-        with locked(lock):
-            try:
-                with atomic_folder(output) as folder:
-                    yield folder
-            finally:
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output {output} cannot be written ({one_line(error)}): name a folder on a disk "
-            "with room"
-        ) from error

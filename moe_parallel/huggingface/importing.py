@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -13,9 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.collective_errors import one_line
 from moe_parallel.config import Config, make_config, read_command_line, validate
-from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import (
@@ -27,7 +23,7 @@ from moe_parallel.huggingface.families import (
 )
 from moe_parallel.huggingface.tensors import TensorPlace
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
-from moe_parallel.huggingface.weights import TensorFolder
+from moe_parallel.huggingface.weights import TensorFolder, new_folder
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.tensors import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
@@ -99,11 +95,11 @@ def import_folder(
 
     `advance` is called with the size in bytes of each part that was read. Raises InputError.
     """
-    _check_new(output)
     with TensorFolder(plan.folder) as tensors:
         tensors.check(plan.family.places(plan.config, plan.vocab_size))
         dtypes = _dtypes(plan, tensors)
-        with _published(output, tensors) as building:
+        size = sum(each.nbytes for each in tensors.described.values())
+        with new_folder(output, size) as building:
             write_run_files(building, plan.config, plan.tokenizer)
             checkpoint = write_weights(
                 CheckpointFolder(building),
@@ -135,13 +131,6 @@ def _check_unchanged(fields: Fields, own: Config, config: Config, vocab_size: in
                 f"{flag} is {new.get(flag)}, but {old.get(flag)} in {fields.file}: leave it out; "
                 "tools/convert.py changes the system of a model"
             )
-
-
-def _check_new(output: Path) -> None:
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if output.exists():
-        raise InputError(f"--output {output} exists already: name a new folder")
 
 
 def _dtypes(plan: CheckedImport, tensors: TensorFolder) -> dict[str, torch.dtype]:
@@ -179,40 +168,6 @@ def _reader(
         return place.form.join(theirs)
 
     return read
-
-
-@contextmanager
-def _published(output: Path, tensors: TensorFolder) -> Iterator[Path]:
-    """A folder next to `output` that gets its name at the end.
-
-    Raises InputError if there is no room, or if another process has made `output` meanwhile.
-    """
-    output = output.absolute()
-    lock = output.with_name(f".{output.name}.lock")
-    try:
-        with locked(lock):
-            try:
-                _check_new(output)
-                _check_room(output, sum(each.nbytes for each in tensors.described.values()))
-                with atomic_folder(output) as building:
-                    yield building
-            finally:
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output {output} cannot be written ({error.strerror or one_line(error)}): free the "
-            "disk, or name another folder"
-        ) from error
-
-
-def _check_room(output: Path, needed: int) -> None:
-    """Raise InputError if the disk lacks room for the weights alone."""
-    free = shutil.disk_usage(output.parent).free
-    if needed > free:
-        raise InputError(
-            f"--output {output}: the weights take {needed / 2**20:,.1f} MiB, and "
-            f"{free / 2**20:,.1f} MiB of the disk are free: name a folder on another disk"
-        )
 
 
 def import_summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,9 @@ from typing import Any
 
 import torch
 
+from moe_parallel.collective_errors import one_line
 from moe_parallel.config.message import shown
+from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.tensors import Step, TensorPlace, Tensors, TensorShape
 from moe_parallel.optional import import_optional
@@ -357,3 +360,35 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise InputError(
             f"--output: {path.name} cannot be written ({reason}): name a folder on a disk with room"
         ) from None
+
+
+@contextmanager
+def new_folder(output: Path, needed: int = 0) -> Iterator[Path]:
+    """A folder next to `output` that gets its name if the block succeeds, and else is removed.
+
+    Raises InputError if `output` exists with content, if its disk lacks room for `needed` bytes, or
+    if it cannot be written.
+    """
+    output = output.absolute()
+    lock = output.with_name(f".{output.name}.lock")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InputError(f"--output {output} already exists: name a new folder")
+    try:
+        with locked(lock):
+            try:
+                free = shutil.disk_usage(output.parent).free
+                if needed > free:
+                    raise InputError(
+                        f"--output {output}: the weights take {needed / 2**20:,.1f} MiB, and "
+                        f"{free / 2**20:,.1f} MiB of the disk are free: name a folder on another "
+                        "disk"
+                    )
+                with atomic_folder(output) as building:
+                    yield building
+            finally:
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output {output} cannot be written ({error.strerror or one_line(error)}): "
+            "name a folder on a disk with room"
+        ) from error

@@ -165,7 +165,7 @@ def test_the_good_folder_is_good(good: Path, tmp_path: Path, capsys: Any) -> Non
     ("flags", "message"),
     [
         (["--input", "x"], "--output is not set"),
-        (["--input", "GOOD", "--output", "GOOD"], "--output .* exists already: name a new folder"),
+        (["--input", "GOOD", "--output", "GOOD"], "--output .* already exists: name a new folder"),
         (
             ["--input", "GOOD", "--output", "y", "--hidden-size", "64"],
             "--hidden-size is 64, but",
