@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from moe_parallel.harness.tasks import (
     Wanted,
     load_tasks,
     require_harness,
+    run_tasks,
     wanted_tasks,
 )
 
@@ -106,3 +108,12 @@ def test_without_the_harness(monkeypatch):
     with pytest.raises(InputError) as raised:
         require_harness("--tasks")
     assert "--tasks needs lm_eval, which is not installed: pip install" in str(raised.value)
+
+
+def test_a_rank_without_a_document_is_refused():
+    """The harness would end in one rank while the others wait for it."""
+    few = Wanted((PresetTask("count_choice", None),), FOLDERS, limit=1)
+    with pytest.raises(
+        InputError, match="count_choice: 1 of its documents .* start at most 1"
+    ):
+        run_tasks(SimpleNamespace(world_size=2), load_tasks(few), few)
