@@ -6,13 +6,6 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-#: A norm over all heads needs the outputs of all ranks, as in OLMoE. Each rank then attends to all
-#: heads, and o_proj takes its part of them.
-_ALL_HEADS_TP_PLAN = {
-    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
-
 
 class MoeParallelConfig(PreTrainedConfig):
     """The shape of a model, and how it selects experts in inference.
@@ -123,9 +116,6 @@ class MoeParallelConfig(PreTrainedConfig):
             self.moe_layers = [True] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        if self.qk_norm == "all":  # config.json does not keep the plan
-            plan = {**self.base_model_tp_plan, **_ALL_HEADS_TP_PLAN}
-            self.base_model_tp_plan = plan  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
     @property

@@ -68,24 +68,6 @@ def test_the_report_is_of_every_layer(converted):
     assert set(converted.losses) == {"cycle", "noise"}
 
 
-@pytest.mark.full
-def test_training_goes_on_from_it_with_the_experts_divided(trained, converted):
-    """The command that the tool prints: --config NEW/config.yaml --load NEW --save ANOTHER."""
-    options = {
-        "config": trained / "aoe" / "config.yaml",
-        "load": trained / "aoe",
-        "save": trained / "healed",
-    }
-    for ((code, _),) in run_distributed(2, pretrain_here, [options]):
-        assert code == 0
-    records = [json.loads(line) for line in (trained / "healed" / "metrics.jsonl").open()]
-    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
-    assert len(losses) == SMALL["train_iters"] * 2
-    assert all(numpy.isfinite(losses))
-    before = [loss for _, loss in converted.losses.values()]
-    assert losses[0] == pytest.approx(numpy.mean(before), rel=0.1)
-
-
 def test_at_full_rank_layers_compute_the_same_for_the_same_choices(trained):
     options = {"aoe_low_rank_size": FULL}
     save = trained / "full"
@@ -142,13 +124,6 @@ def test_refused_before_anything_is_written(trained):
         with pytest.raises(RankError, match=message):
             convert_in_a_world(trained / "moe", save, "aoe", options, rank, samples)
         assert not save.exists()
-
-
-def test_a_folder_with_a_run_is_refused(trained, converted):
-    with pytest.raises(RankError, match="already contains a run"):
-        convert_in_a_world(
-            trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, RANK
-        )
 
 
 @pytest.mark.parametrize("system", ["lory", "lory_prefix"])

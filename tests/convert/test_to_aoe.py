@@ -68,9 +68,3 @@ def test_by_hand():
     assert found.all_choices == pytest.approx(1 / 3)
     assert found.first_choice == pytest.approx(1 / 3)
     assert found.probs == pytest.approx((0.25 + 0.5 + 1.0) / 3)
-
-
-def test_with_itself():
-    of = choices([[0, 1], [2, 3]], [[0.75, 0.25], [0.5, 0.5]])
-    found = routing_overlap(of, of)
-    assert (found.choices, found.all_choices, found.first_choice, found.probs) == (1, 1, 1, 0)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import nn
 
 from moe_parallel.errors import InputError
@@ -18,15 +17,10 @@ from moe_parallel.evaluation.routerless_probe import (
     probes,
     probing,
 )
-from moe_parallel.layers import RoutedLayer
-from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems import AoESelection, TopKSelection
-from moe_parallel.training.standalone import standalone_config, standalone_model
-from tests.distributed import run_distributed
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, values
 from tests.oracles.layers import Array, silu, softmax, swiglu_expert
-from tests.program import SMALL, flags
 
 K = 2
 ROUTED = Case(TopKSelection(moe_router_topk=K), sequences=2, tokens=8)
@@ -188,58 +182,3 @@ def test_experts_without_a_router_are_refused() -> None:
     model = nn.Sequential(layer_of(case, values(case)), nn.Linear(2, 2))
     with pytest.raises(InputError, match="no routers"), probing(model, probe_named("random")):
         pass
-
-
-def _whole_models() -> dict[str, Any]:
-    """The logits of a GPT with a shared expert: unchanged, and probed in several ways."""
-    options = SMALL | {"moe_shared_expert_intermediate_size": 16, "init_method_std": 0.1}
-    config = standalone_config(flags(options))
-    groups = initialize_groups(config.parallel)
-    model_parallel_cuda_manual_seed(config.training.seed)
-    model, _ = standalone_model(config, 50, groups)
-    model.eval()
-    tokens_BS = torch.arange(24).view(2, 12)
-    positions_BS = torch.arange(12).expand(2, -1)
-
-    def logits() -> Any:
-        with torch.no_grad():
-            return model(tokens_BS, positions_BS, None).numpy()
-
-    def own(routed: RoutedLayer) -> ProbedLayer:
-        return ProbedLayer(routed, routed.logits, routed.evaluation_rule)
-
-    found = {"as it is": logits()}
-    for name, replacement in (("own rule", own), ("random", probe_named("random").replacement)):
-        with probing(model, Probe("", "", "", replacement)):
-            found[name] = logits()
-    layer = model.decoder.layers[0].mlp
-    x_SBD = torch.randn(6, 2, config.model.hidden_size)
-    with torch.no_grad():
-        probed = probe_named("output", "L2").replacement(layer)
-        both, shared = probed(x_SBD)[0], layer.shared(x_SBD)
-        found["layer"] = (both - shared).numpy(), x_SBD.numpy()
-    found["weights"] = {name: w.detach().numpy() for name, w in layer.named_parameters()}
-    found["afterward"] = logits()
-    destroy_groups()
-    return found
-
-
-@pytest.fixture(scope="module")
-def whole_models() -> dict[str, Any]:
-    return run_distributed(1, _whole_models)[0]
-
-
-def test_a_whole_model_probed_by_its_own_rule_is_unchanged(whole_models: dict[str, Any]) -> None:
-    assert numpy.array_equal(whole_models["own rule"], whole_models["as it is"])
-    assert numpy.array_equal(whole_models["afterward"], whole_models["as it is"])
-    assert numpy.abs(whole_models["random"] - whole_models["as it is"]).max() > 1e-3
-
-
-def test_a_shared_expert_goes_on_computing_every_token(whole_models: dict[str, Any]) -> None:
-    chosen_SBD, x_SBD = whole_models["layer"]
-    weights = whole_models["weights"]
-    gate_up, out = weights["experts.w_gate_up_LD2F"], weights["experts.w_out_LFD"]
-    matrices = [(gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)]
-    oracle = expected(matrices, x_SBD.astype(float), "output", "L2", "uniform", K)
-    assert chosen_SBD == pytest.approx(oracle, rel=1e-4, abs=1e-5)
-    assert numpy.abs(oracle).max() > 0.01

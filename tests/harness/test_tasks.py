@@ -78,6 +78,13 @@ def test_a_folder_of_tasks_needs_neither_a_network_nor_the_harness_own_tasks():
     assert len(loaded["tasks"]["count_choice"].test_docs()) == 8
 
 
+def test_shots_of_a_task():
+    loaded = load_tasks(wanted("copy", "word_sums", folders=EXAMPLES, shots=2))
+    copy = loaded["tasks"]["copy"]
+    assert copy.get_config("num_fewshot") == 2
+    assert len(copy.test_docs()) == 115 and len(loaded["tasks"]["word_sums"].test_docs()) == 50
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,7 +120,5 @@ def test_without_the_harness(monkeypatch):
 def test_a_rank_without_a_document_is_refused():
     """The harness would end in one rank while the others wait for it."""
     few = Wanted((PresetTask("count_choice", None),), FOLDERS, limit=1)
-    with pytest.raises(
-        InputError, match="count_choice: 1 of its documents .* start at most 1"
-    ):
+    with pytest.raises(InputError, match="count_choice: 1 of its documents .* start at most 1"):
         run_tasks(SimpleNamespace(world_size=2), load_tasks(few), few)

@@ -56,7 +56,10 @@ def _converted(run: Path, aoe: Path, options: dict[str, Any], rank: int) -> tupl
 @pytest.mark.parametrize("model_type", rest_in_full(list(MODELS), "qwen2_moe"))
 def test_in_and_out_again_has_the_same_bits(model_type: str, tmp_path: Path) -> None:
     saved = save_with_text(model_type, tmp_path / "theirs", torch.bfloat16)
-    import_folder(plan_import(saved.folder, ["--seq-length", "16"]), tmp_path / "run")
+    import_folder(
+        plan_import(saved.folder, ["--seq-length", "16", "--make-vocab-size-divisible-by", "64"]),
+        tmp_path / "run",
+    )
     exported = export_run(tmp_path / "run", tmp_path / "back")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert again.max_position_embeddings == 64

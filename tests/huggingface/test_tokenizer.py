@@ -143,15 +143,3 @@ def test_a_token_that_the_vocabulary_lacks_is_left_out_and_told(tmp_path: Path) 
     assert opened.extra_special_tokens == ["<|turn|>"]
     card = (output / "README.md").read_text()
     assert "named tokens as extra_special_tokens, pad_token that are not in the voc" in card
-
-
-def test_ends_of_config_json_alone(tmp_path: Path) -> None:
-    """A folder of an older version has no generation_config.json."""
-    folder = tmp_path / "theirs"
-    save(build("mixtral", vocab_size=text_tokenizer().vocab_size), folder)
-    text_tokenizer().save(folder)
-    (folder / "generation_config.json").unlink()
-    changes = {"eos_token_id": [0, 5], "bos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(_read(folder / "config.json") | changes))
-    generation = _read(_in_and_out(folder, tmp_path) / "generation_config.json")
-    assert generation == {"bos_token_id": 2, "eos_token_id": [0, 5], "pad_token_id": 0}

@@ -69,14 +69,14 @@ FAULTS_OF_MODELS = [
         f"{HUGGINGFACE}/tensors.py",
         "torch.cat(by_group, dim=1).flatten(0, 1)",
         "torch.cat(tensors)",
-        ("tests/huggingface/test_families.py", "tests/huggingface/test_importing.py"),
+        ("tests/huggingface/test_path.py", "tests/huggingface/test_importing.py"),
     ),
     Fault(
         "an export exchanges the two halves of an expert",
         f"{HUGGINGFACE}/tensors.py",
         "in part[0].unbind(1)]",
         "in part[0].flip(1).unbind(1)]",
-        ("tests/huggingface/test_families.py", "tests/huggingface/test_export.py"),
+        ("tests/huggingface/test_path.py", "tests/huggingface/test_export.py"),
     ),
     Fault(
         "an import takes the architecture's rotary base for the folder's",
