@@ -47,14 +47,15 @@ class Fields:
 
     def get(self, name: str, kind: type, default: Any = NEEDED, least: int | None = None) -> Any:
         """A value of this type; an integer counts as a float."""
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
         if value is None:
             if default is NEEDED:
                 raise InputError(f"{self.file}: it has no {name}: take the model's own config.json")
             return default
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind or (least is not None and value < least):
+        too_small = least is not None and type(value) is int and value < least
+        if type(value) is not kind or too_small:
             raise self.wrong(name, _KINDS[kind] + (f" of at least {least}" * (least is not None)))
         return value
 

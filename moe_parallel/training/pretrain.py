@@ -332,8 +332,7 @@ def compare_with_baselines(
     The byte models are trained on the training text of every domain. If that is more than
     `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many
     bytes from each domain. The other ranks wait meanwhile, so this must not grow with the corpus.
-    xz sees only the held-out text, which the model did not see either. Memory: the held-out text,
-    twice.
+    xz sees only the held-out text, which the model did not see either. Memory: both texts, twice.
     """
     train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
     share = max(1, train_bytes // len(train))
