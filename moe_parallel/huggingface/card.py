@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_parallel.config import Config
 from moe_parallel.huggingface.own_model import ARCHITECTURE
-from moe_parallel.huggingface.tensors import folded_width, routing_neurons
+from moe_parallel.huggingface.tensors import folded_width
 from moe_parallel.systems import LoryPrefixSelection, LorySelection
 from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.telemetry.metrics import MetricsLine
@@ -127,45 +127,25 @@ def _model_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
     model, selection = config.model, config.selection
     rows = [
         ("parameters", f"{facts.parameters:,}, {facts.dtype}"),
-        ("layers, width, heads", f"{model.num_layers}, {model.hidden_size}, "
-         f"{model.num_attention_heads} ({model.query_groups} for keys and values)"),
+        ("layers, width", f"{model.num_layers}, {model.hidden_size}"),
         ("context", f"{config.training.seq_length:,} tokens"),
-    ]  # fmt: skip
+    ]
     if config.moe.num_experts is not None:
         chosen = selection.choices_per_token
+        gate = f"; W_g multiplied out, of width {folded_width(config)}" if facts.folded else ""
         rows += [
             ("selection of experts", f"`{selection.system}`"),
-            ("experts of a layer", f"{config.num_experts}, of width {config.expert_width}"),
+            ("experts of a layer", f"{config.num_experts}, of width {config.expert_width}{gate}"),
             ("experts of a token", "varies" if chosen is None else str(chosen)),
-            ("layers with experts", f"{sum(config.moe_layers)} of {model.num_layers}"),
         ]
-        rows += [*_low_rank(config, facts), *_beside(config)]
-    rows += [
-        ("trained for", f"{facts.training['iteration']:,} iterations, "
-         f"{facts.training['consumed_tokens']:,} tokens"),
-        ("global batch", f"{config.training.global_batch_size} sequences"),
-        ("learning rate", f"{config.optimizer.lr:g}"),
-    ]  # fmt: skip
-    return rows
-
-
-def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
-    for flag, size in config.selection.low_rank_sizes:
-        how = "W_g = W_down W_up"
-        if facts.folded:
-            how += f" is multiplied out, and stored with a width of {folded_width(config)}"
-        yield flag.removeprefix("--").replace("-", " "), f"{size}, {how}"
-
-
-def _beside(config: Config) -> Iterable[tuple[str, str]]:
-    """What a layer has besides the experts that tokens are dispatched to."""
-    selection = config.selection
-    if neurons := routing_neurons(config):
-        yield "routing neurons", f"{neurons} of each expert, which compute every token"
-    if selection.free_experts:
-        kinds = selection.free_kinds._asdict()
-        numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-        yield "free experts", f"{numbers}; they count among the experts of a token"
+    trained = facts.training
+    return [
+        *rows,
+        (
+            "trained for",
+            f"{trained['iteration']:,} iterations, {trained['consumed_tokens']:,} tokens",
+        ),
+    ]
 
 
 def _evaluation(facts: Facts) -> list[str]:

@@ -68,7 +68,7 @@ def test_a_trained_run(tmp_path: Path, start: RunTool) -> None:
         row = f"| {domain} | {last[domain]['loss']:.4f} | {last[domain]['bits_per_byte']:.4f} |"
         assert row in card.splitlines()
     assert "| trained for | 4 iterations, 1,024 tokens |" in card
-    assert "| aoe low rank size | 8, W_g = W_down W_up is multiplied out, and stored " in card
+    assert "| experts of a layer | 4, of width 20; W_g multiplied out, of width 32 |" in card
 
 
 WITHOUT_THE_PACKAGE = """
