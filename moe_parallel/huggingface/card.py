@@ -27,7 +27,6 @@ class Facts:
     folded: bool
     has_tokenizer: bool
     adds_special_tokens: bool  # the tokenizer, to each text, unless it is told not to
-    left_out: Sequence[str] = ()  # fields of special tokens that its vocabulary lacks
 
 
 EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
@@ -203,10 +202,5 @@ def _use(facts: Facts) -> list[str]:
         lines.append(
             "The tokenizer adds special tokens that the texts of the training did not have, unless "
             "it is told not to, as above."
-        )
-    if facts.left_out:
-        lines.append(
-            f"The original folder named tokens as {', '.join(facts.left_out)} that are not in the "
-            "vocabulary. They are left out."
         )
     return lines

@@ -126,7 +126,6 @@ def export(
                 folded=options.fold,
                 has_tokenizer=tokenizer.opens,
                 adds_special_tokens=tokenizer.adds_special_tokens,
-                left_out=tokenizer.left_out,
             )
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
     return Exported(architecture, written, export_notes(source.config))
