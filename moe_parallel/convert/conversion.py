@@ -127,7 +127,7 @@ def _losses(
     return {domain: of_domain(dataset) for domain, dataset in data.valid.items()}
 
 
-COLUMNS = ("layer", "choices", "before", "all K", "first", "probs off", "x W_g off")
+COLUMNS = ("layer", "choices", "before", "x W_g off")
 
 
 def conversion_table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
@@ -140,14 +140,7 @@ def conversion_table(conversion: Conversion, k: int | None, num_experts: int | N
             "".join(f"{column:>11}" for column in COLUMNS),
         ]
         for layer in conversion.layers:
-            numbers = (
-                layer.after.choices,
-                layer.before.choices,
-                layer.after.all_choices,
-                layer.after.first_choice,
-                layer.after.probs,
-                layer.gate_error,
-            )
+            numbers = (layer.after, layer.before, layer.gate_error)
             cells = "".join(f"{number:>11.3f}" for number in numbers)
             lines.append(f"{layer.number:>11}{cells}")
         lines += [f"(choices at random: {k / num_experts:.3f})", ""]

@@ -94,32 +94,11 @@ def inputs_of(layer: torch.nn.Module, model: Any, batches: Batches) -> torch.Ten
     return torch.cat(seen)
 
 
-@dataclass(frozen=True)
-class RoutingOverlap:
-    """Shares from 0 to 1 over tokens."""
-
-    choices: float  # share of the first layer's choices that the second makes too
-    all_choices: float  # share of tokens for which all choices are the same
-    first_choice: float  # share of tokens whose first choices (largest probs) are the same
-    probs: float  # half the sum of |difference of probs| over the experts: 0 equal, 1 disjoint
-
-
-def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
+def share_of_choices(of: Choices, by: Choices) -> float:
     """The share of the choices `of` one layer that are also made `by` another. Both layers fill
     all K slots."""
-    same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2).double()
-    return RoutingOverlap(
-        choices=float(same_TK.mean()),
-        all_choices=float(same_TK.amin(1).mean()),
-        first_choice=float((of.experts_TK[:, 0] == by.experts_TK[:, 0]).double().mean()),
-        probs=float((_by_expert(of) - _by_expert(by)).abs().sum(1).mean() / 2),
-    )
-
-
-def _by_expert(choices: Choices) -> torch.Tensor:
-    """The probs by expert, 0 for the experts that are not chosen: [T, E]."""
-    empty_TE = torch.zeros_like(choices.scores_TE)
-    return empty_TE.scatter(1, choices.experts_TK, choices.probs_TK.to(empty_TE))
+    same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2)
+    return float(same_TK.double().mean())
 
 
 @dataclass(frozen=True)
@@ -127,8 +106,8 @@ class ConvertedLayer:
     """Measurements of a converted layer on held-out tokens."""
 
     number: int  # counted from 1
-    before: RoutingOverlap  # with the router, for the plain result of the SVD
-    after: RoutingOverlap
+    before: float  # share of the router's choices, for the plain result of the SVD
+    after: float
     gate_error: float  # relative error of x W_g
 
 
@@ -170,10 +149,10 @@ def _convert_layer(
     routed.eval()
     wanted = _choices(routed, x_TD, calibration.held_out)
 
-    def measured(factors: Factors) -> RoutingOverlap:
+    def measured(factors: Factors) -> float:
         autonomous.w_down_EDR.copy_(factors.columns_EDR)
         autonomous.experts.w_up_LRW.copy_(factors.rows_ERF)
-        return routing_overlap(wanted, _choices(autonomous, x_TD, calibration.held_out))
+        return share_of_choices(wanted, _choices(autonomous, x_TD, calibration.held_out))
 
     return ConvertedLayer(
         number=routed.layer_number,

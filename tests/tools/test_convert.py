@@ -33,7 +33,7 @@ def test_a_model_is_converted_and_reported(tmp_path: Path, start: RunTool) -> No
     assert report["calibration"] == {"fitted_tokens": 12 * 32, "held_out_tokens": 4 * 32}
     for number, layer in enumerate(report["layers"], start=1):
         (row,) = [words for words in map(str.split, printed) if words[:1] == [str(number)]]
-        expected = [layer["after"]["choices"], layer["before"]["choices"]]
+        expected = [layer["after"], layer["before"]]
         assert [float(word) for word in row[1:3]] == pytest.approx(expected, abs=5e-4)
     for domain in ("cycle", "noise"):
         (row,) = [words for words in map(str.split, printed) if words[:1] == [domain]]
