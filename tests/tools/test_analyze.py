@@ -14,7 +14,6 @@ from moe_parallel.analysis import routing as written
 from moe_parallel.analysis.report.text_entry import text_entry
 from moe_parallel.analysis.routing import read_facts, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
-from moe_parallel.evaluation import given_text
 from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
 from moe_parallel.training.standalone import evaluation_config, standalone_config
 from tests.data import small_text
@@ -206,7 +205,7 @@ def _peak(load: Path, text: Path, output: Path) -> int:
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 17)):
         assert ctypes.CDLL(None).mallopt(parameter, value) == 1
-    written.ROWS_OF_A_GROUP, given_text.TEXT_PIECE = 2_000, 1 << 13
+    written.ROWS_OF_A_GROUP = 2_000
     config = standalone_config([], load=str(load))
     files = AnalysisOptions({"long": text}, None, 9, 40, True, "")
     analyze(config, evaluation_config([], str(load), 1), files, output)
