@@ -3,7 +3,6 @@
 import pytest
 
 from moe_parallel.config import parse_command_line
-from moe_parallel.errors import InputError
 from moe_parallel.hf import MoeParallelConfig
 from moe_parallel.huggingface.own_model import own_config_json
 from tests.program import SMALL, flags
@@ -61,22 +60,3 @@ def test_the_rule_of_evaluations(of_run, expected):
     assert {name: fields.get(name) for name in expected} == expected
     known = {*MoeParallelConfig().to_dict(), "auto_map"}
     assert fields.keys() <= known  # a field that is not known would have no effect
-
-
-@pytest.mark.parametrize(
-    ("of_run", "message"),
-    [
-        (options("smear"), "need: each token needs the mean of its whole seq"),
-        (options("top_p, a moving p"), "need: its p is that of the latest step"),
-        (options("corm"), "its layer, ContrastiveLayer, has no"),
-        (options("segment_expert_choice"), "need: experts are chosen for whole"),
-        (
-            options("aoe") | {"moe_router_force_routing": "hot:0.5"},
-            r"its experts are forced \(hot:0.5\), so it is a benchmark and not a model to export",
-        ),
-    ],
-)
-def test_systems_that_are_refused(of_run, message):
-    with pytest.raises(InputError, match=message) as raised:
-        _fields(of_run)
-    assert "\n" not in str(raised.value)

@@ -85,7 +85,6 @@ def test_wrong_flags_are_one_line_and_code_2(arguments: list[str], message: str)
     ("flags", "message"),
     [
         (["--hidden-size", "32"], "--hidden-size is 32, but 256 in --load: leave it out"),
-        (["--aoe-low-rank-sise", "8"], "did you mean --aoe-low-rank-size?"),
         (["--aoe-low-rank-size", "999"], "--aoe-low-rank-size is 999, but W_g of --load is 256 x"),
         (["--train-iters", "9", "--lr-warmup-iters", "9"], "--lr-warmup-iters is 9: it must be be"),
         (["--aoe-gradient", "selected"], "--aoe-gradient is selected, but --moe-aux-loss"),

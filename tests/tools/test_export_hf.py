@@ -155,10 +155,6 @@ def test_wrong_input_is_one_line_and_code_2(
 Change = Callable[[Path], None]
 
 
-def _another_system(checkpoint: Path) -> None:
-    _rewrite(checkpoint, "aoe-low-rank-size: 8", "aoe-low-rank-size: 4")
-
-
 def _bias(checkpoint: Path) -> None:
     _rewrite(checkpoint, "enable-expert-bias: false", "enable-expert-bias: true")
 
@@ -190,7 +186,6 @@ def _flip(checkpoint: Path) -> None:
     ("change", "message"),
     [
         (_bias, "decoder.layers.0.mlp.bias.bias_E is missing, which the model of its config.yaml"),
-        (_another_system, "and by its config.yaml it is [4, 32, 4]: load another checkpoint"),
         (_flip, "the checkpoint is incomplete or damaged"),
     ],
 )
