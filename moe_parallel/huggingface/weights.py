@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,10 +49,7 @@ class Described:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class TensorFolder:
@@ -67,25 +63,22 @@ class TensorFolder:
         """
         self.folder = folder
         self.not_finite: set[str] = set()  # of the tensors that were read
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        with self._stack:
-            files, indexed = _files(folder)
-            for file in files:
-                self._files[file] = self._stack.enter_context(_opened(folder / file))
+        files, indexed = _files(folder)
+        with ExitStack() as stack:
+            self._files = {file: stack.enter_context(_opened(folder / file)) for file in files}
             self.described = self._describe()
-            self._check_index(indexed)
-            self._stack = self._stack.pop_all()
+            for name, file in indexed.items():
+                if name not in self.described or self.described[name].file != file:
+                    raise InputError(
+                        f"{folder / file} has no {name[:200]}, which {WEIGHT_INDEX} says: fetch "
+                        "the folder again"
+                    )
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> TensorFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def read(self, name: str) -> torch.Tensor:
@@ -157,14 +150,6 @@ class TensorFolder:
                 shape = tuple(part.get_shape())
                 found[name] = Described(file, shape, dtype or torch.float32)
         return found
-
-    def _check_index(self, indexed: Mapping[str, str]) -> None:
-        for name, file in indexed.items():
-            if name not in self.described or self.described[name].file != file:
-                raise InputError(
-                    f"{self.folder / file} has no {name[:200]}, which {WEIGHT_INDEX} says: fetch "
-                    "the folder again"
-                )
 
 
 def _files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
