@@ -38,6 +38,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_moe_parallel import MoeParallelConfig
 from .rules_moe_parallel import (
+    FIRST_SEGMENT,
     GATES,
     NODES,
     PROBS,
@@ -48,6 +49,7 @@ from .rules_moe_parallel import (
     greatest,
     ranked_for_topk,
     renormalized,
+    shifted,
     softmax,
     until_p,
 )
@@ -418,6 +420,10 @@ class MoeParallelMergedExperts(nn.Module):
         self, prompt: torch.Tensor, is_token_BS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The merged expert of each prompt [B, S, D], by the mean of its tokens."""
+        return self._merged(self._weights(prompt, is_token_BS))
+
+    def _weights(self, prompt: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
+        """[B, E]"""
         counts_BS = torch.ones_like(prompt[..., 0], dtype=torch.float32)
         if is_token_BS is not None:
             counts_BS = is_token_BS.to(counts_BS)
@@ -425,7 +431,7 @@ class MoeParallelMergedExperts(nn.Module):
             counts_BS = counts_BS * (counts_BS.cumsum(dim=1) <= self.config.prefix_length)
         mean_BD = (prompt.float() * counts_BS[..., None]).sum(dim=1)
         mean_BD = mean_BD / counts_BS.sum(dim=1, keepdim=True)
-        return self._merged(F.linear(mean_BD, self.router_out.float()).softmax(dim=-1))
+        return F.linear(mean_BD, self.router_out.float()).softmax(dim=-1)
 
     def _merged(self, e_BE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, down = (
@@ -444,20 +450,16 @@ class MoeParallelMergedExperts(nn.Module):
     def by_segments(self, x_BSD: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
         """[B, S, D], each segment through the merge of the one before it."""
         assert self.config.segment_length is not None
+        first = FIRST_SEGMENT["uniform" if self.config.uniform_first_segment else "own"]
         y_BSD = torch.zeros_like(x_BSD)
         for row, x_SD in enumerate(x_BSD):
             places = torch.arange(len(x_SD), device=x_SD.device)
             if is_token_BS is not None:
                 places = places[is_token_BS[row].bool()]
-            before = None
-            for segment in places.split(self.config.segment_length):
-                if before is None and self.config.uniform_first_segment:
-                    e_BE = self.router_out.new_full((1, len(self.router_out)), 1.0).float()
-                    merged = self._merged(e_BE / e_BE.sum())
-                else:
-                    merged = self.merge(x_SD[None, segment if before is None else before], None)
-                y_BSD[row, segment] = self(x_SD[None, segment], merged)[0]
-                before = segment
+            segments = places.split(self.config.segment_length)
+            e_GBE = torch.stack([self._weights(x_SD[None, each], None) for each in segments])
+            for segment, e_BE in zip(segments, shifted(e_GBE, first), strict=True):
+                y_BSD[row, segment] = self(x_SD[None, segment], self._merged(e_BE))[0]
         return y_BSD
 
 

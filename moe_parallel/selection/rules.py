@@ -5,8 +5,9 @@ weights as rules_moe_parallel.py. In training `Choices`, losses and distribution
 in an export `MoeParallelGate`.
 
 Shape suffixes: T tokens, E all experts, K slots per token (first choice first), G groups of
-experts, M experts of a group, Z free experts, D model width, C constant experts, A the two parts of
-their output. In scores, E includes the free experts, which come last.
+experts or segments of a sequence, M experts of a group, B sequences, Z free experts, D model width,
+C constant experts, A the two parts of their output. In scores, E includes the free experts, which
+come last.
 """
 
 from __future__ import annotations
@@ -270,6 +271,29 @@ def above(
     values_TE = scores_TE if bias_E is None else scores_TE + bias_E
     chosen_TE = values_TE > level
     return chosen_TE, gate(scores_TE, values_TE, chosen_TE), values_TE
+
+
+#: The weights of the first segment, which has no previous one: [G, B, E] -> [1, B, E], without
+#: gradient.
+FirstSegment = Callable[[torch.Tensor], torch.Tensor]
+
+
+def own(e_GBE: torch.Tensor) -> torch.Tensor:
+    """The first segment's own weights, without gradient. Its tokens then see later tokens."""
+    return e_GBE[:1].detach()
+
+
+def uniform(e_GBE: torch.Tensor) -> torch.Tensor:
+    """1/n for each expert."""
+    return torch.full_like(e_GBE[:1], 1 / e_GBE.shape[2])
+
+
+FIRST_SEGMENT: dict[str, FirstSegment] = {"own": own, "uniform": uniform}
+
+
+def shifted(e_GBE: torch.Tensor, first: FirstSegment) -> torch.Tensor:
+    """The weights that each segment takes from the previous segment: [G, B, E]."""
+    return torch.cat([first(e_GBE), e_GBE[:-1]])
 
 
 #: By --uoe-norm-of: from x W_g and SiLU(x W_g) * (x W_p) to what the norm of UoE is taken of.

@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "a Lory segment merges by the one after it",
-        f"{SELECTION}/segments.py",
+        f"{SELECTION}/rules.py",
         "[first(e_GBE), e_GBE[:-1]]",
         "[first(e_GBE), e_GBE[1:]]",
         ("tests/selection", "tests/layers"),

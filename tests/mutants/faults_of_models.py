@@ -59,8 +59,8 @@ FAULTS_OF_MODELS = [
     Fault(
         "a segment is merged by its own mean, which later tokens are part of",
         "moe_parallel/hf/modeling_moe_parallel.py",
-        "                before = segment\n",
-        "",
+        "shifted(e_GBE, first)",
+        "e_GBE",
         ("tests/hf/test_modeling_moe_parallel.py", "tests/harness/test_model.py"),
     ),
     # Import from and export to transformers.
@@ -81,7 +81,7 @@ FAULTS_OF_MODELS = [
     Fault(
         "an import takes the architecture's rotary base for the folder's",
         f"{HUGGINGFACE}/families.py",
-        'fields.number("rope_theta", family.rope_theta)',
+        'fields.get("rope_theta", float, family.rope_theta)',
         "family.rope_theta",
         ("tests/huggingface/test_families.py",),
     ),

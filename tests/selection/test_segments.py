@@ -9,17 +9,15 @@ import torch
 from moe_parallel.layers.dispatched import SplitTokens
 from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import own, shifted, uniform
 from moe_parallel.selection.segments import (
     BySegment,
     Merges,
     by_first,
     by_previous,
     means_of,
-    own,
     segment_sums,
     segment_sums_of_share,
-    shifted,
-    uniform,
 )
 from moe_parallel.selection.tokens import Tokens, take, zigzag
 from moe_parallel.selection.topk import TopK
