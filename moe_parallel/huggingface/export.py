@@ -96,9 +96,16 @@ def export(
     Raises InputError for a system or an option without an exported form, a checkpoint that is
     damaged or not of its config.yaml, and a folder that exists or cannot be written.
     """
-    family = _family(source.config, options)
+    config, size = source.config, source.vocab_size
+    family = _family(config, options)
     architecture = ARCHITECTURE if family is None else family.architecture
-    steps = _steps(source, options, family)
+    if family is None:
+        fields = own_config_json(config, size, fold=options.fold)
+        fields["pad_token_id"] = source.tokenizer.eod
+        steps = own_steps(config, size, fold=options.fold)
+    else:
+        fields = fields_of(family, config, size)
+        steps = plain_steps(family.places(config, size))
     with _readable(source.checkpoint):
         record, entries = _checked(source.checkpoint, steps)
         with new_folder(output) as folder:
@@ -107,10 +114,8 @@ def export(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
                 options.file_bytes, advance,
             )  # fmt: skip
-            _write_json(
-                folder / "config.json",
-                _config_json(source, options, family, written.dtype, tokenizer.ids),
-            )
+            fields |= tokenizer.ids | {"dtype": written.dtype}
+            _write_json(folder / "config.json", fields)
             _write_json(folder / GENERATION_FILE, tokenizer.generation)
             if family is None:
                 # copyfile would name these files, and not the new ones, if the disk is full.
@@ -198,28 +203,6 @@ def _family(config: Config, options: ExportOptions) -> Family | None:
     if options.architecture != AUTO:
         raise InputError(f"--architecture is {options.architecture}: use one of {', '.join(known)}")
     return None
-
-
-def _steps(source: ExportSource, options: ExportOptions, family: Family | None) -> list[Step]:
-    config, size = source.config, source.vocab_size
-    if family is not None:
-        return plain_steps(family.places(config, size))
-    own_config_json(config, size, fold=options.fold)  # raises InputError before the long work
-    return own_steps(config, size, fold=options.fold)
-
-
-def _config_json(
-    source: ExportSource,
-    options: ExportOptions,
-    family: Family | None,
-    dtype: str,
-    ids: dict[str, Any],
-) -> dict[str, Any]:
-    config, size = source.config, source.vocab_size
-    if family is not None:
-        return fields_of(family, config, size, dtype=dtype, **ids)
-    fields = own_config_json(config, size, fold=options.fold)
-    return fields | ids | {"dtype": dtype, "pad_token_id": source.tokenizer.eod}
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ both ways. Nothing here needs transformers, a model, or a world.
     family = family_of_folder(fields)             # import
     config = make_config(options_of(family, fields))
 
-    config_json = fields_of(family, config, vocab_size, dtype="bfloat16", eos_token_id=2)   # export
+    config_json = fields_of(family, config, vocab_size)             # export
 """
 
 from __future__ import annotations
@@ -322,21 +322,10 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
     return options
 
 
-def fields_of(
-    family: Family,
-    config: Config,
-    vocab_size: int,
-    *,
-    dtype: str = "float32",
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-) -> dict[str, Any]:
-    """The config.json of a model of ours that `family` computes.
+def fields_of(family: Family, config: Config, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a model of ours that `family` computes, without dtype and tokens.
 
-    Args:
-        vocab_size: of the tensors that are written, without our padding.
-        dtype: of the tensors that are written, by torch's name.
-        bos_token_id, eos_token_id: of the tokenizer; several tokens may end a text.
+    `vocab_size`: of the tensors that are written, without our padding.
     """
     model = config.model
     fields: dict[str, Any] = {
@@ -356,10 +345,7 @@ def fields_of(
         **rope_fields(model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
         "pad_token_id": None,
-        "dtype": dtype,
     }
     if family.head_width:
         fields["head_dim"] = model.head_width
