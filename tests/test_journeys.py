@@ -149,7 +149,7 @@ JOURNEYS = [
         "sizes, checkpoints and plans are told",
         [
             "python tools/count_parameters.py --config tiny.yaml --save runs/none",
-            "python tools/checkpoint.py show runs/my/iter_0000004 --digest",
+            "python tools/checkpoint.py show runs/my/iter_0000004 --tensors",
             "python tools/checkpoint.py diff runs/my/iter_0000002 runs/my/iter_0000004 || true",
             "python tools/plan.py --config tiny.yaml --vocab-size 300 --cluster h100x8:2 --top 3",
         ],

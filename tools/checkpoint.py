@@ -1,10 +1,8 @@
-"""List, verify, show, compare, delete and rewrite the checkpoints of a run.
+"""Verify, show, compare and rewrite the checkpoints of a run.
 
-    python tools/checkpoint.py list runs/my
     python tools/checkpoint.py verify runs/my
-    python tools/checkpoint.py show runs/my/iter_0000200 --tensors --digest
+    python tools/checkpoint.py show runs/my/iter_0000200 --tensors
     python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
-    python tools/checkpoint.py prune runs/my --keep-last 2
     python tools/checkpoint.py reshard runs/my/iter_0000200 runs/moved --files 64
 
 A checkpoint needs no conversion for another layout: --load reads it in any. `reshard` only changes
@@ -30,11 +28,9 @@ def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
     commands = tool.add_commands()
     for name, paths, text in (
-        ("list", ["run"], "the checkpoints of a run"),
         ("verify", ["run"], "read every file of every checkpoint and compare checksums"),
         ("show", ["checkpoint"], "what a checkpoint holds"),
         ("diff", ["one", "other"], "the tensors that differ, to the bit"),
-        ("prune", ["run"], "delete all checkpoints but the latest N"),
         ("reshard", ["checkpoint", "target"], "write a checkpoint anew in other files"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -43,15 +39,6 @@ def main(arguments: list[str]) -> int:
             command.add_argument(path, type=Path, metavar=path.upper(), help=meaning)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="list the tensors too")
-            command.add_argument(
-                "--digest",
-                action="store_true",
-                help="read all tensors and print their digest, as --log-digest logs it",
-            )
-        if name == "prune":
-            command.add_argument("--keep-last", type=int, required=True, metavar="N",
-                help="number of newest checkpoints to keep; if the run went back to an earlier "
-                "iteration, those of the abandoned iterations are deleted first")  # fmt: skip
         if name == "reshard":
             command.add_argument("--files", type=int, required=True, metavar="N",
                 help="maximum number of files, and of parts of a tensor, such as the "
@@ -61,66 +48,65 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(own: argparse.Namespace) -> int | None:
-    if own.command == "prune":
-        check_positive(own, "keep-last")
     if own.command == "reshard":
         check_positive(own, "files")
     load_torch()
     from moe_parallel.collective_errors import StorageError
 
+    command = {"verify": _verify, "show": _show, "diff": _diff, "reshard": _reshard}[own.command]
     try:
-        return COMMANDS[own.command](own)
+        return command(own)
     except InputError as error:
         raise InputError(_without_flag(error)) from error
     except StorageError as error:
         raise InputError(f"{error}; `verify` names damaged checkpoints") from error
 
 
-def _list(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inspection as inventory
-
-    folder = inventory.run_checkpoints(own.run)
-    latest = None
-    try:
-        latest = folder.latest()
-    except InputError as error:
-        print(f"warning: {_without_flag(error)}", file=sys.stderr)
-    for found in map(inventory.StoredCheckpoint.of, folder.paths()):
-        notes = ["latest"] * (found.path == latest)
-        notes += ["incomplete or damaged"] * (not found.is_whole)
-        size = inventory.size_text(found.size)
-        line = f"{found.path.name}  {size:>10}  {found.written:%Y-%m-%d %H:%M}  {', '.join(notes)}"
-        print(line.rstrip())
-
-
 def _verify(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inspection as inventory
+    from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
+    from moe_parallel.training.checkpoint.record import check_content, read_record
 
-    paths = inventory.run_checkpoints(own.run).paths()
+    if (own.run / RECORD).exists():
+        raise InputError(f"{own.run} is one checkpoint: name the folder of its run")
+    paths = CheckpointFolder(own.run).paths()
+    if not paths:
+        raise InputError(f"{own.run}: there is no checkpoint; name the folder given to --save")
     damaged = 0
     for path in paths:
         try:
-            files, size = inventory.verify(path)
+            files = read_record(path)["files"]
+            check_content(path, files, slice(None))
         except InputError as error:
             damaged += 1
             reason = _without_flag(error).removeprefix(f"{path}: ")
             print(f"{path.name}  {reason}", flush=True)
         else:
-            print(f"{path.name}  whole: {files} files, {inventory.size_text(size)}", flush=True)
+            print(f"{path.name}  whole: {len(files)} files, {_size(files)}", flush=True)
     if damaged:
         raise InputError(f"{own.run}: {damaged} of {len(paths)} checkpoints are damaged")
 
 
 def _show(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint import inspection as inventory
     from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.checkpoint.index import stored_shapes
+    from moe_parallel.training.checkpoint.record import read_record
 
     checkpoint = find_checkpoint(own.checkpoint)
-    for name, value in list(inventory.checkpoint_facts(checkpoint, digest=own.digest)):
+    record, tensors = read_record(checkpoint), stored_shapes(checkpoint)
+    counts = ("iteration", "consumed_samples", "consumed_tokens")
+    facts = {
+        "checkpoint": checkpoint,
+        **{name.replace("_", " "): f"{record['training'][name]:,}" for name in counts},
+        "layout": " ".join(f"{name} {size}" for name, size in record["layout"].items()) or "none",
+        "optimizer state": "no, weights only" if record["adam_step"] is None else "yes",
+        "versions": ", ".join(f"{name} {v}" for name, v in record.get("versions", {}).items()),
+        "tensors": len(tensors),
+        "size": _size(record["files"]),
+    }
+    for name, value in facts.items():
         print(f"{name:<18}{value}")
     if own.tensors:
-        for key, shape in sorted(stored_shapes(checkpoint).items()):
+        for key, shape in sorted(tensors.items()):
             print(f"  {key}  {list(shape)}")
 
 
@@ -128,20 +114,13 @@ def _diff(own: argparse.Namespace) -> int:
     from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.checkpoint.inspection import compare
 
-    found = compare(find_checkpoint(own.one), find_checkpoint(own.other))
-    for difference in found.differences[:SHOWN]:
-        print(f"{difference.key}: {difference.how}")
-    if len(found.differences) > SHOWN:
-        print(f"... and {len(found.differences) - SHOWN} more")
-    print(f"{found.equal} tensors are equal, {len(found.differences)} differ")
-    return DIFFERENT if found.differences else 0
-
-
-def _prune(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.inspection import prune
-
-    for path in prune(own.run, own.keep_last):
-        print(f"deleted {path.name}")
+    equal, differences = compare(find_checkpoint(own.one), find_checkpoint(own.other))
+    for key, how in list(differences.items())[:SHOWN]:
+        print(f"{key}: {how}")
+    if len(differences) > SHOWN:
+        print(f"... and {len(differences) - SHOWN} more")
+    print(f"{equal} tensors are equal, {len(differences)} differ")
+    return DIFFERENT if differences else 0
 
 
 def _reshard(own: argparse.Namespace) -> None:
@@ -156,14 +135,9 @@ def _reshard(own: argparse.Namespace) -> None:
     print(f"wrote {written}, {number} files of tensors")
 
 
-COMMANDS = {
-    "list": _list,
-    "verify": _verify,
-    "show": _show,
-    "diff": _diff,
-    "prune": _prune,
-    "reshard": _reshard,
-}
+def _size(files: dict[str, dict[str, int]]) -> str:
+    amount = sum(file["bytes"] for file in files.values())
+    return f"{amount / 2**20:,.1f} MiB" if amount < 2**30 else f"{amount / 2**30:,.1f} GiB"
 
 
 def _without_flag(error: InputError) -> str:

@@ -15,7 +15,7 @@ from moe_parallel.config.model import ModelConfig, moe_layer_pattern
 from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.option import Option, Section, build, options
 from moe_parallel.config.parallel import ParallelConfig
-from moe_parallel.config.parser import launching_flags
+from moe_parallel.config.parser import GONE, launching_flags
 from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.config.selection import Selection, recorded_name, selection_of, selections
 from moe_parallel.config.selection.selection import TimeConstant
@@ -227,6 +227,10 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     kind = selection_of(given if outside else which.parse(given))
     system, common, by_system = kind.system, common_options(), selection_options()
     known = common | by_system[system]
+    for name in GONE.keys() & raw.keys() - known.keys():
+        is_the_same, instead = GONE[name]
+        if raw.pop(name) and not is_the_same:
+            raise InputError(f"{flag(name)} is gone: {instead}")
     for name in raw:
         if name not in known:
             raise _unknown(name, raw[name], system, known, by_system)

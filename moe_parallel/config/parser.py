@@ -13,6 +13,13 @@ from typing import Any, NoReturn
 from moe_parallel.config.message import as_typed, did_you_mean
 from moe_parallel.errors import InputError
 
+#: Options of earlier versions, by name: whether a run that had one is the same without it, and what
+#: to use instead. The files of old runs have all options, so those that do nothing are ignored.
+GONE = {
+    "log_digest": (True, "compare checkpoints by tools/checkpoint.py diff"),
+    "aoe_fp8_screening": (False, "norms are always computed exactly"),
+}
+
 
 def dashed(word: str) -> str:
     """A word of a command line with dashes in its flag: `--num-layers=4` for `--num_layers=4`."""
@@ -49,6 +56,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def unknown(self, word: str, more: dict[str, str] | None = None) -> InputError:
         """The error for a flag that does not exist. `more`: other flags that may be meant."""
+        if gone := GONE.get(word.removeprefix("--").replace("-", "_")):
+            return InputError(f"{word} is gone: {gone[1]}")
         hint = did_you_mean(word, self.flags | (more or {})) or self.LISTED
         return InputError(f"{as_typed(word)} is not a flag of this program: {hint}")
 

@@ -142,12 +142,6 @@ class LoggingConfig(Section):
     full_evaluation: bool = option(
         False, "at the end, evaluate every held-out token and compare with byte models and xz"
     )
-    log_digest: int | None = option(
-        None,
-        "N: every N iterations, log a digest of the weights and of the optimizer's state, which "
-        "is equal for equal states and the same in every layout; none: off",
-        least=1,
-    )
     machine_sample_seconds: float | None = option(
         5.0,
         "seconds between two readings of the GPU and the host by a thread in the background "

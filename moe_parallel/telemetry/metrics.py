@@ -9,8 +9,7 @@ times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.
 what is not known is missing, and with expert parallelism `rank_load` (`rank_load.rank_load`).
 Evaluations have `validation`: {domain: {loss, bits_per_byte, layers}}, where `layers` has the
 routing statistics of that domain's text. With --eval-first-part, or if the system routes segments,
-they also have loss_after_first_part. With --log-digest, records have `digest`: {weights,
-optimizer}, 16 hexadecimal digits each. If a workload chooses the experts, every record has
+they also have loss_after_first_part. If a workload chooses the experts, every record has
 forced_routing, its name. If a controller sets a number for all layers, every logged iteration has
 it for the next step (l1_coefficient of relu, balance_coefficient of routing_free, top_p of top_p
 with --moe-top-p-target-experts), and experts_per_token, the mean over the layers. Losses are in

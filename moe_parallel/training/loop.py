@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -26,9 +26,8 @@ from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.telemetry.statistics import RoutingStatistics, RoutingTotals, rank_load
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
-from moe_parallel.training.checkpoint.digest import state_digest
 from moe_parallel.training.checkpoint.folder import checkpoint_name
-from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved
+from moe_parallel.training.checkpoint.saving import NoMemory, NotSaved, last_good
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.failure import STARTED, Diverged
 from moe_parallel.training.instruments import GatheredTimes, Instruments, Profile
@@ -88,8 +87,6 @@ class Loop:
                     self._tell_start()
                 # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
-                if self._due(self.config.logging.log_digest):
-                    self._log_digest()
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
                 stopping, late = self._agreed(stop)
@@ -259,13 +256,6 @@ class Loop:
             found["experts_per_token"] = sum(numbers) / len(numbers)
         return found
 
-    def _log_digest(self) -> None:
-        """Log the digest of the current state, and name a rank that went astray. Collective."""
-        digest, difference = state_digest(self.engine.chunks, self.engine.optimizer)
-        self.telemetry.log(self.place() | {"digest": asdict(digest)})
-        if difference is not None:
-            self.telemetry.say(f"warning: after iteration {self.state.iteration}, {difference}")
-
     def _peak_memory(self) -> int:
         """The peak memory in bytes of the rank that used most. Collective."""
         most = torch.tensor(peak_memory(), device=self.engine.device)
@@ -312,7 +302,7 @@ class Loop:
         if self.config.checkpoint.save is not None:
             with self.progress.activity(Phase.SAVE):
                 self.saves.finish(self.state.iteration)  # it may be the good one
-            good = self.stage.checkpoints.last_good(self.state.iteration)
+            good = last_good(self.stage.checkpoints.folder, self.state.iteration)
         return Diverged(f"iteration {iteration}: {what}; {good}")
 
 

@@ -131,13 +131,13 @@ class Stages:
 
     def _upcycled(self, load: str, engine: Engine) -> TrainingState:
         starts_anew = self.config.checkpoint.finetune
-        state = self.checkpoints.upcycle(
+        state = self.checkpoints.load(
             Path(load),
             engine.chunks,
             engine.optimizer,
             None if starts_anew else engine.scheduler,
-            expected_dense(self.config, self.vocab_size),
-            self.config.training.seed,
+            dense=expected_dense(self.config, self.vocab_size),
+            seed=self.config.training.seed,
         )
         if starts_anew:
             return TrainingState(0, 0, 0)

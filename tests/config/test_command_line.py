@@ -1,6 +1,7 @@
 """Flags: the interface that users' scripts depend on, the help, and every kind of wrong flag."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ INTEGERS = """
 --pipeline-model-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
 --micro-batch-size --global-batch-size --seq-length --train-iters --lr-warmup-iters --seed
 --vocab-size --save-interval --eval-interval --eval-iters --log-interval --exit-interval
---aoe-low-rank-size --aoe-wide-size --log-digest
+--aoe-low-rank-size --aoe-wide-size
 """.split()
 FLOATS = """
 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-expert-capacity-factor --lr --min-lr --weight-decay
@@ -258,6 +259,14 @@ def test_a_flag_like_none() -> None:
     assert message_of("--qqqqq") == f"--qqqqq is not a flag of this program: {listed}"
     assert "is not a flag" in message_of("--two\nlines")
     assert "is not a flag" in message_of("--" + "x" * 5000)
+
+
+def test_the_file_of_an_old_run_may_have_an_option_that_is_gone(tmp_path: Path) -> None:
+    said = "--log-digest is gone: compare checkpoints by tools/checkpoint.py diff"
+    assert message_of("--log-digest", "5") == said
+    for value in ("null", "5"):
+        (tmp_path / "old.yaml").write_text(f"num-layers: 3\nlog-digest: {value}\n")
+        assert parse_command_line(["--config", str(tmp_path / "old.yaml")]).model.num_layers == 3
 
 
 def test_flags_are_not_abbreviated() -> None:

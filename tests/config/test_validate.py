@@ -316,7 +316,7 @@ context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
 cuda_graph_warmup_steps
-moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size profile_step_start
+moe_dispatch_parts log_interval eval_interval ddp_bucket_size profile_step_start
 """.split()
 ABOVE_0 = """
 norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget

@@ -9,7 +9,6 @@ import torch
 
 from moe_parallel.training.checkpoint.index import read_index
 from moe_parallel.training.checkpoint.inspection import compare, how_values_differ, place_in_model
-from moe_parallel.training.run_lock import run_lock
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
 from tools.checkpoint import main
@@ -54,14 +53,6 @@ def said(capsys: Any, *words: object, code: int = 0) -> list[str]:
     return (out + err).splitlines()
 
 
-def test_list(run: Path, capsys: Any) -> None:
-    (run / "iter_0000001" / "common.pt").unlink()
-    first, second, third = said(capsys, "list", run)
-    assert first.startswith("iter_0000001 ") and first.endswith("  incomplete or damaged")
-    assert second.startswith("iter_0000002 ") and "MiB" in second and "latest" not in second
-    assert third.startswith("iter_0000003 ") and third.endswith("  latest")
-
-
 def test_verify_reads_every_byte(run: Path, capsys: Any) -> None:
     assert all("  whole: " in line for line in said(capsys, "verify", run))
     damaged = next((run / "iter_0000002").glob("*.distcp"))
@@ -84,18 +75,6 @@ def test_show(runs: Path, capsys: Any) -> None:
     assert any("w_down_EDR  [4, 32, 8]" in line for line in tensors)
 
 
-def test_show_prints_the_digest_of_any_layout(runs: Path, capsys: Any) -> None:
-    """On two ranks, on one rank after a load, and of a checkpoint in which a weight differs."""
-    runs_of_two = runs / "run" / "iter_0000002", runs / "other" / "iter_0000002"
-    one, same, changed = (
-        [line for line in said(capsys, "show", path, "--digest") if line.startswith("digest")]
-        for path in (*runs_of_two, runs / "other" / "iter_0000003")
-    )
-    assert one == same and len(one) == 2
-    assert one[0] != changed[0] and one[1] == changed[1]
-    assert all(len(line.split()[-1]) == 16 for line in one)
-
-
 def test_the_same_state_in_another_layout_is_equal(runs: Path, capsys: Any) -> None:
     one, other = runs / "run" / "iter_0000002", runs / "other" / "iter_0000002"
     (line,) = said(capsys, "diff", one, other)
@@ -114,11 +93,10 @@ def test_what_changed_is_named(runs: Path, capsys: Any) -> None:
 
 def test_tensors_of_one_checkpoint_alone_are_named(runs: Path, tmp_path: Path) -> None:
     run_distributed(1, _dense_head, tmp_path)
-    found = compare(runs / "run" / "iter_0000001", tmp_path / "iter_0000001").differences
-    alone = {each.key: each.how for each in found if each.how.startswith("only in")}
-    assert alone["output_layer.weight"] == f"only in {tmp_path / 'iter_0000001'}"
-    assert all("output_layer" in key for key in alone)
-    layers = [each.key.split(".")[2] for each in found if each.key.startswith("decoder.layers")]
+    _, found = compare(runs / "run" / "iter_0000001", tmp_path / "iter_0000001")
+    alone = [key for key, how in found.items() if how == f"only in {tmp_path / 'iter_0000001'}"]
+    assert len(alone) == 3 and all(key.endswith("output_layer.weight") for key in alone)
+    layers = [key.split(".")[2] for key in found if key.startswith("decoder.layers")]
     assert layers == sorted(layers)
 
 
@@ -173,30 +151,6 @@ def test_a_damaged_checkpoint_is_not_resharded(run: Path, tmp_path: Path, capsys
     assert not list((tmp_path / "moved").glob("*iter*"))
 
 
-def test_prune_keeps_the_latest(run: Path, capsys: Any) -> None:
-    assert said(capsys, "prune", run, "--keep-last", 1) == [
-        "deleted iter_0000001",
-        "deleted iter_0000002",
-    ]
-    assert [path.name for path in run.glob("iter_*")] == ["iter_0000003"]
-    (line,) = said(capsys, "verify", run)
-    assert "whole" in line
-
-
-def test_prune_deletes_nothing_if_the_latest_is_damaged(run: Path, capsys: Any) -> None:
-    (run / "iter_0000003" / "common.pt").unlink()
-    (line,) = said(capsys, "prune", run, "--keep-last", 1, code=2)
-    assert "the latest checkpoint is damaged, so nothing is deleted" in line
-    assert len(list(run.glob("iter_*"))) == 3
-
-
-def test_a_wrong_tracker_hides_no_checkpoint(run: Path, capsys: Any) -> None:
-    (run / "latest_checkpointed_iteration.txt").write_text("9\n")
-    *lines, warning = said(capsys, "list", run)
-    assert len(lines) == 3 and warning.startswith(f"warning: {run}: ")
-    assert len(said(capsys, "verify", run)) == 3
-
-
 def test_an_index_that_is_none(run: Path, capsys: Any) -> None:
     index = run / "iter_0000003" / ".metadata"
     index.write_bytes(bytes(index.stat().st_size))
@@ -207,9 +161,9 @@ def test_an_index_that_is_none(run: Path, capsys: Any) -> None:
 def test_differences_are_in_the_order_of_the_model() -> None:
     ordered = [
         "embedding.word_embeddings.weight",
-        "optimizer.state.fp32_param.embedding.word_embeddings.weight",
         "optimizer.state.exp_avg.embedding.word_embeddings.weight",
         "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight",
+        "optimizer.state.fp32_param.embedding.word_embeddings.weight",
         "decoder.layers.2.self_attention.linear_qkv.weight",
         "decoder.layers.2.mlp.w_router_ED",
         "optimizer.state.exp_avg.decoder.layers.2.mlp.w_router_ED",
@@ -228,21 +182,14 @@ def test_values_are_compared_by_their_bits() -> None:
     assert how_values_differ(one, other) == "3 of 5 values, largest difference 5.00e-01"
 
 
-def test_prune_waits_for_no_run(run: Path, capsys: Any) -> None:
-    with run_lock(run):
-        (line,) = said(capsys, "prune", run, "--keep-last", 1, code=2)
-    assert line.startswith(f"checkpoint.py: {run}: another run is writing there (process ")
-    assert len(list(run.glob("iter_*"))) == 3
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["list", "none"], "none: there is no such folder; check the path"),
-        (["prune", "{run}", "--keep-last", "0"], "--keep-last is 0: it must be at least 1"),
+        (["verify", "none"], "none: there is no checkpoint; name the folder given to --save"),
+        (["diff", "{run}", "none"], "none: there is no such folder; check the path"),
         (["reshard", "{run}", "{run}", "--files", "0"], "--files is 0: it must be at least 1"),
-        (["prune", "{run}"], "the following arguments are required: --keep-last; --help lists"),
-        (["list", "{run}/iter_0000001"], "iter_0000001 is one checkpoint: name the folder of its"),
+        (["reshard", "{run}", "x"], "the following arguments are required: --files; --help lists"),
+        (["verify", "{run}/iter_0000001"], "iter_0000001 is one checkpoint: name the folder"),
         (["tidy", "{run}"], "COMMAND: invalid choice: 'tidy'"),
     ],
 )

@@ -80,13 +80,6 @@ def _of_system(name):
     return options
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
-    cases = _cases(Layout(), _of_system(system), _grown(system))
-    (found,) = run_distributed(1, _of_steps, cases, tmp_path)
-    assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
-
-
 FORCED = {
     "topk, forced": {"moe_router_force_routing": "hot:1"},
     "top_p, forced": {"expert_selection": "top_p", "moe_router_force_routing": "hot:1"},
@@ -94,9 +87,10 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("name", FORCED)
-def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
-    (found,) = run_distributed(1, _of_steps, _cases(Layout(), FORCED[name], GROWN), tmp_path)
+@pytest.mark.parametrize("name", [*SYSTEMS, *FORCED])
+def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, name):
+    options, grown = (FORCED[name], GROWN) if name in FORCED else (_of_system(name), _grown(name))
+    (found,) = run_distributed(1, _of_steps, _cases(Layout(), options, grown), tmp_path)
     assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
 
 

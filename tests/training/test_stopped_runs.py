@@ -75,9 +75,8 @@ def go_on(options: dict) -> int:
 
 def disturb(
     options: dict, straight: Path, folder: Path, moments: dict[int, str], action=kill
-) -> list[str]:
-    """On a rank: stop at each moment, continue, compare; returns the names of those reached."""
-    reached = []
+) -> None:
+    """On a rank: stop at each moment, continue, compare."""
     for number, name in moments.items():
         here = options | {"save": folder / f"stopped-{number}"}
         names, code = with_moments(here, number, action)
@@ -89,8 +88,6 @@ def disturb(
         except AssertionError as error:
             raise AssertionError(f"stopped at moment {number}, {name}: {error}") from error
         shutil.rmtree(here["save"])
-        reached.append(name)
-    return reached
 
 
 @pytest.fixture(scope="module")
@@ -112,32 +109,6 @@ def moments_of(names: list[str], iteration: int) -> dict[int, str]:
 
 def last_of_kind(names: list[str]) -> dict[int, str]:
     return {number: name for name, number in {name: n for n, name in enumerate(names)}.items()}
-
-
-#: Between a record and the checkpoint after it; the slow tests use every moment.
-CRITICAL = (
-    "half a line",
-    "before loop.measure_text_loss",
-    "before CheckpointFolder.publish",
-    "after CheckpointFolder.publish",
-)
-
-
-def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
-    options, save, names = straight
-    second_save = {name: number for number, name in moments_of(names, 8).items()}
-    chosen = {second_save[name]: name for name in CRITICAL}
-    ends = ("before loop.measure_text_loss", "before pretrain.write_figure")
-    chosen |= {number: name for number, name in last_of_kind(names).items() if name in ends}
-    run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
-
-
-def test_signal_when_it_evaluates_and_at_the_end(straight, tmp_path):
-    options, save, names = straight
-    first_save = {name: number for number, name in moments_of(names, 4).items()}
-    chosen = {first_save["before loop.measure_text_loss"]: "before loop.measure_text_loss"}
-    chosen |= {n: name for n, name in last_of_kind(names).items() if name in chosen.values()}
-    run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
 
 
 def one_cycle(names: list[str]) -> dict[int, str]:

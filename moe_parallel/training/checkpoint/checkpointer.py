@@ -10,9 +10,9 @@ belong to a rank, start anew.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from moe_parallel.training.checkpoint.record import (
     checked_record,
     rank_share,
 )
-from moe_parallel.training.checkpoint.saving import Background, Snapshot, Writer, last_good
+from moe_parallel.training.checkpoint.saving import Background, Snapshot, Writer
 from moe_parallel.training.checkpoint.state import (
     check_tensors,
     fp8_state_facts,
@@ -74,52 +74,42 @@ class TrainingState:
     unlogged: Mapping[str, Any] | None = None
 
 
+@dataclass
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. All ranks call each method together."""
+    """Saves and loads the checkpoints of one run. All ranks call each method together.
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_last: int | None,
-        fingerprint: Mapping[str, object],
-        layout: Mapping[str, int | str],
-        files: Mapping[str, str | Path],
-        states: Mapping[str, object] | None = None,
-        stream: Stream | None = None,
-        same_schedule: bool = True,
-        background: Background | None = None,
-    ):
-        """
-        Args:
-            directory: the folder given to --save; created when first needed.
-            keep_last: number of checkpoints to keep; None keeps all.
-            fingerprint: facts that a checkpoint must share with the configuration to be loaded
-                (sizes, expert selection), by the names of their flags; JSON values.
-            layout: sizes of the parallel groups and the kind of device. Random states are restored
-                only if the layout is equal.
-            files: by name, the text of a small file or the path of a file or folder to copy.
-            states: by flag, the values of the options that decide which numbers move after a step;
-                for the message if a checkpoint has other numbers.
-            stream: the samples in which the position that is saved counts; None: unknown.
-            same_schedule: whether a checkpoint's schedule must equal the configured one.
-                Otherwise the configured schedule continues at the checkpoint's step.
-            background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
+    Attributes:
+        directory: the folder given to --save; created when first needed.
+        keep_last: number of checkpoints to keep; None keeps all.
+        fingerprint: facts that a checkpoint must share with the configuration to be loaded
+            (sizes, expert selection), by the names of their flags; JSON values.
+        layout: sizes of the parallel groups and the kind of device. Random states are restored
+            only if it and the number of ranks are equal.
+        files: by name, the text of a small file or the path of a file or folder to copy.
+        states: by flag, the values of the options that decide which numbers move after a step;
+            for the message if a checkpoint has other numbers.
+        stream: the samples in which the position that is saved counts; None: unknown.
+        same_schedule: whether a checkpoint's schedule must equal the configured one. Otherwise the
+            configured schedule continues at the checkpoint's step.
+        background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
+    """
 
-        Raises:
-            InputError: `keep_last` is below 1.
-        """
-        if keep_last is not None and keep_last < 1:
-            raise InputError(f"--keep-last {keep_last}: keep at least 1 checkpoint")
-        self.folder = CheckpointFolder(directory)
-        self.keep_last = keep_last
-        self.fingerprint = as_json(fingerprint)
-        self.layout = {**layout, "world_size": dist.get_world_size()}
-        self.states = dict(states or {})
-        self.stream = stream
-        self.same_schedule = same_schedule
-        self.background = background
-        self._writer = Writer(self.folder, dict(files), keep_last)
+    directory: Path
+    _: KW_ONLY
+    keep_last: int | None
+    fingerprint: Mapping[str, object]
+    layout: Mapping[str, int | str]
+    files: Mapping[str, str | Path]
+    states: Mapping[str, object] = field(default_factory=dict)
+    stream: Stream | None = None
+    same_schedule: bool = True
+    background: Background | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = CheckpointFolder(self.directory)
+        self.fingerprint = as_json(self.fingerprint)
+        self.layout = {**self.layout, "world_size": dist.get_world_size()}
+        self._writer = Writer(self.folder, self.files, self.keep_last)
 
     def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
         """The checkpoints of another model in the same folder, such as a dense warm-up model."""
@@ -148,14 +138,8 @@ class Checkpointer:
         self._writer.check_finite(snapshot)
         return self._writer.write(snapshot)
 
-    def begin_save(
-        self,
-        state: TrainingState,
-        model_chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-    ) -> None:
-        """Begin a checkpoint that `background` writes while training continues.
+    def begin_save(self, *state_and_models: Any) -> None:
+        """Begin a checkpoint, as of `save`, that `background` writes while training continues.
 
         The weights and the optimizer's state must not change before `background.wait_for_copy`,
         and no other checkpoint may be saved before `background.finish`.
@@ -164,8 +148,7 @@ class Checkpointer:
             NoMemory: on every rank, if there is no memory for a copy; `save` needs none.
         """
         assert self.background is not None
-        snapshot = self._snapshot(state, model_chunks, optimizer, scheduler)
-        self.background.begin(snapshot, self._writer)
+        self.background.begin(self._snapshot(*state_and_models), self._writer)
 
     def confirm(self, iteration: int) -> None:
         """Record that the weights of this newest checkpoint gave a finite loss. Collective.
@@ -176,10 +159,6 @@ class Checkpointer:
         if keep_last is not None:
             with suppress(StorageError):  # the next save deletes the remaining ones
                 on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
-
-    def last_good(self, iteration: int) -> str:
-        """Which checkpoint a run that diverges at `iteration` can continue from, as a message."""
-        return last_good(self.folder, iteration)
 
     def _snapshot(
         self,
@@ -210,106 +189,79 @@ class Checkpointer:
     def load(
         self,
         path: Path,
-        model_chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
+        *,
+        dense: Expected | None = None,
+        seed: int = 0,
     ) -> TrainingState:
         """Load a checkpoint, or the latest one in a folder, into models, optimizer and scheduler.
 
         Without a scheduler only the weights are loaded, with the optimizer's fp32 copies of them:
         for a new run, evaluation or conversion.
 
+        With `dense`, the required properties of the checkpoint of a dense model, that is loaded
+        into a model of experts: see model/upcycling.py. Weights that only the model of experts has
+        stay as they are; their moments stay zero. The schedule is that of `scheduler`, at the
+        iteration of the checkpoint. `seed` is of the random values that make experts with equal
+        weights differ.
+
         Raises:
             InputError: on every rank, if there is no checkpoint at `path`, if it is incomplete, or
                 if it does not fit the configuration; the message lists what differs.
         """
-        expected = Expected(self.fingerprint, self.same_schedule)
-        return self._load(path, model_chunks, optimizer, scheduler, expected)
+        expected = dense or Expected(self.fingerprint, self.same_schedule)
+        try:
+            checkpoint = agree(lambda: find_checkpoint(path))
+            record = agree(lambda: checked_record(checkpoint, expected, scheduler))
+            agree(lambda: check_content(checkpoint, record["files"], rank_share()))
+            self._read(
+                checkpoint, record, chunks, optimizer, scheduler, None if dense is None else seed
+            )
+        except StorageError as error:
+            raise InputError(
+                f"--load {path}: cannot read the checkpoint: {error}; "
+                "check the disk, or load another checkpoint"
+            ) from error
+        known = (each.name for each in fields(TrainingState))
+        return TrainingState(**{name: record["training"].get(name) for name in known})
 
-    def upcycle(
+    def _read(
         self,
-        path: Path,
-        model_chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-        expected: Expected,
-        seed: int,
-    ) -> TrainingState:
-        """Load the checkpoint of a dense model into a model of experts: see model/upcycling.py.
-
-        Weights that only the model of experts has stay as they are; their moments stay zero. The
-        schedule is that of `scheduler`, at the iteration of the checkpoint. Without a scheduler
-        only the weights are loaded, as by `load`.
-
-        Args:
-            expected: the required properties of the dense checkpoint.
-            seed: of the random values that make experts with equal weights differ.
-
-        Raises:
-            InputError: as `load`, and if the dense model has other sizes.
-        """
-        return self._load(path, model_chunks, optimizer, scheduler, expected, seed)
-
-    def _load(
-        self,
-        path: Path,
+        checkpoint: Path,
+        record: Mapping[str, Any],
         chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
-        expected: Expected,
-        seed: int | None = None,
-    ) -> TrainingState:
+        seed: int | None,
+    ) -> None:
         """`seed`: of the random values for experts that start from dense layers; None: load."""
-        with _reading(path):
-            checkpoint, record = _open(path, expected, scheduler)
-            model = model_tensors(chunks)
-            held = [] if optimizer is None else pieces(optimizer, model)
-            stored = agree(lambda: stored_shapes(checkpoint))
-            wanted = most_precise(sharded_tensors(model), stored)
-            if scheduler is not None:
-                wanted += moment_tensors(held)
-            masters = masters_to_read(held, stored)
-            objects: list[ShardedObject] = []
-            dense = None
-            if seed is None:
-                objects = [v for v in sharded_values(model) if isinstance(v, ShardedObject)]
-            else:
-                dense = DenseReader(stored, seed)
-                wanted, masters = dense.same(wanted), dense.same(masters)
-                wanted += dense.parts()
-            check_tensors(checkpoint, wanted, stored, self.states)
+        model = model_tensors(chunks)
+        held = [] if optimizer is None else pieces(optimizer, model)
+        stored = agree(lambda: stored_shapes(checkpoint))
+        wanted = most_precise(sharded_tensors(model), stored)
+        if scheduler is not None:
+            wanted += moment_tensors(held)
+        masters = masters_to_read(held, stored)
+        objects: list[ShardedObject] = []
+        dense = None
+        if seed is None:
+            objects = [v for v in sharded_values(model) if isinstance(v, ShardedObject)]
+        else:
+            dense = DenseReader(stored, seed)
+            wanted, masters = dense.same(wanted), dense.same(masters)
+            wanted += dense.parts()
+        check_tensors(checkpoint, wanted, stored, self.states)
 
-            if record["layout"] == self.layout:
-                objects += rank_states_to_read(chunks, record, goes_on=scheduler is not None)
-            loaded = read_tensors([*wanted, *masters, *objects], checkpoint)
-            if dense is not None:
-                dense.fill()
-            set_module_states(chunks, model, loaded)
-            if scheduler is not None:
-                set_adam_step(held, record["adam_step"])
-                scheduler.num_steps = 0
-                scheduler.step(increment=record["scheduler"]["num_steps"])
-            set_rank_states(chunks, loaded)
-            return TrainingState(**record["training"])
-
-
-def _open(
-    path: Path, expected: Expected, scheduler: OptimizerParamScheduler | None
-) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint at `path`, and its record; both have been checked. Collective."""
-    checkpoint = agree(lambda: find_checkpoint(path))
-    record = agree(lambda: checked_record(checkpoint, expected, scheduler))
-    agree(lambda: check_content(checkpoint, record["files"], rank_share()))
-    return checkpoint, record
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Convert a StorageError inside to an InputError that names the checkpoint."""
-    try:
-        yield
-    except StorageError as error:
-        raise InputError(
-            f"--load {path}: cannot read the checkpoint: {error}; "
-            "check the disk, or load another checkpoint"
-        ) from error
+        if record["layout"] == self.layout:
+            objects += rank_states_to_read(chunks, record, goes_on=scheduler is not None)
+        loaded = read_tensors([*wanted, *masters, *objects], checkpoint)
+        if dense is not None:
+            dense.fill()
+        set_module_states(chunks, model, loaded)
+        if scheduler is not None:
+            set_adam_step(held, record["adam_step"])
+            scheduler.num_steps = 0
+            scheduler.step(increment=record["scheduler"]["num_steps"])
+        set_rank_states(chunks, loaded)

@@ -14,7 +14,6 @@ Everything here is file operations of one process. Renames within a folder are a
 and folders are flushed to the disk before the rename that makes them visible.
 """
 
-import itertools
 import os
 import re
 import shutil
@@ -59,7 +58,7 @@ class CheckpointFolder:
         """Create an empty folder to write to, and delete the remains of killed saves."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.tidy()
-        self._writing = self._free_path(iteration, "writing")
+        self._writing = self._hidden(iteration, "writing")
         self._writing.mkdir()
         return self._writing
 
@@ -78,7 +77,7 @@ class CheckpointFolder:
 
         published = self.published_path(iteration)
         if os.path.lexists(published):
-            published.rename(self._free_path(iteration, "old"))
+            published.rename(self._hidden(iteration, "old"))
         writing.rename(published)
         flush_to_disk(self.directory)
         write_atomically(self.directory / TRACKER, f"{iteration}\n")
@@ -98,8 +97,7 @@ class CheckpointFolder:
         """
         text = self._tracker()
         if text is None:
-            found = self.iterations()
-            return self.directory / checkpoint_name(found[-1]) if found else None
+            return next(reversed(self.paths()), None)
         if not _ITERATION.fullmatch(text):
             raise Damaged(
                 f"--load {self.directory}: {TRACKER} says {text[:40]!r} instead of an iteration; "
@@ -133,9 +131,9 @@ class CheckpointFolder:
 
     def iterations(self) -> list[int]:
         """The iterations of the published checkpoints, ascending."""
-        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.glob("iter_*"))
-        # Path.is_dir raises for a link to a disk that is gone.
-        return sorted(int(match[1]) for match, path in found if match and os.path.isdir(path))
+        # Path.is_dir would raise for a link to a disk that is gone.
+        names = [path.name for path in self.directory.glob("iter_*") if os.path.isdir(path)]
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def paths(self) -> list[Path]:
         """The published checkpoints, in the order of their iterations."""
@@ -146,12 +144,13 @@ class CheckpointFolder:
 
         A checkpoint whose replacement was killed gets its name back.
         """
+        tracked = f"iter_{(self._tracker() or '').zfill(7)}"
         for path in sorted(self.directory.glob(".iter_*"), reverse=True):  # the last .old first
             if match := _LEFTOVER.fullmatch(path.name):
                 published = self.published_path(int(match[1]))
+                gone = match[2] == "old" and not os.path.exists(published)
                 with self._noting(path):
-                    gone = match[2] == "old" and not os.path.exists(published)
-                    if gone and self._tracked(published):
+                    if gone and published.name == tracked:
                         path.rename(published)
                     else:
                         remove(path)
@@ -163,10 +162,14 @@ class CheckpointFolder:
         except OSError as error:
             self.stuck[path] = one_line(error).removeprefix(f"{path}: ")
 
-    def _free_path(self, iteration: int, kind: str) -> Path:
-        name = f".{checkpoint_name(iteration)}.{kind}"
-        paths = (self.directory / f"{name}{n}" for n in itertools.chain([""], itertools.count(2)))
-        return next(path for path in paths if not os.path.lexists(path))
+    def _hidden(self, iteration: int, kind: str) -> Path:
+        """A free path of this kind."""
+        path = plain = self.directory / f".{checkpoint_name(iteration)}.{kind}"
+        number = 2
+        while os.path.lexists(path):
+            path = plain.with_name(f"{plain.name}{number}")
+            number += 1
+        return path
 
     def _tracker(self) -> str | None:
         """The tracker's first 100 bytes, enough for an iteration; None: there is no tracker."""
@@ -178,10 +181,6 @@ class CheckpointFolder:
                 return file.read(100).decode("utf-8", "backslashreplace").strip()
         except OSError as error:
             return error.strerror or ""  # which names no iteration
-
-    def _tracked(self, published: Path) -> bool:
-        text = self._tracker() or ""
-        return bool(_ITERATION.fullmatch(text)) and published.name == checkpoint_name(int(text))
 
     def delete_oldest(self, newest: int, keep_last: int) -> None:
         """Delete all but the checkpoint of iteration `newest` and `keep_last - 1` others.
@@ -195,7 +194,7 @@ class CheckpointFolder:
         for iteration in others[keep_last - 1 :]:
             published = self.published_path(iteration)
             with self._noting(published):
-                published.rename(self._free_path(iteration, "old"))
+                published.rename(self._hidden(iteration, "old"))
         self.tidy()
 
 

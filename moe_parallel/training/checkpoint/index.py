@@ -1,13 +1,13 @@
 """`.metadata`, the index of the tensors in a checkpoint, read as data only.
 
 torch writes the index as a pickle, and a pickle may call any function. Loading an untrusted
-checkpoint must be harmless, so only the classes of an index may be named in it.
+checkpoint must be harmless, so only the classes of an index may be named in it. (torch's own
+unpickler of weights does not know this protocol.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import pickle
 import re
@@ -17,10 +17,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -32,11 +29,13 @@ from moe_parallel.reading import open_regular
 TENSOR_INDEX = ".metadata"
 COMMON = "common.pt"  # the plain values, which have no use here and are not read
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+_DTYPES = " ".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 
 
 def _memory_format(owner: Any, name: str) -> Any:
     """Stands for `getattr`: so Python 3.11.2, that of Debian 12, pickles a member of an enum."""
-    _demand(owner is metadata._MEM_FORMAT_ENCODING, f"it asks {owner} for {name!r}")
+    if owner is not metadata._MEM_FORMAT_ENCODING:
+        raise ValueError(f"it asks {owner} for {name!r}")
     return owner[name]
 
 
@@ -45,20 +44,19 @@ _PARTS: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _memory_format,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13's name
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    (filesystem.__name__, "_StorageInfo"): _StorageInfo,
     **{
-        ("torch", name): value
-        for name, value in vars(torch).items()
-        if isinstance(value, torch.dtype)
-    },
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
-            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
-        ).split()
+        (module.__name__, name): getattr(module, name)
+        for module, names in (
+            (torch, f"Size {_DTYPES}"),
+            (torch.serialization, "_get_layout"),
+            (filesystem, "_StorageInfo"),
+            (
+                metadata,
+                "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+                "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+            ),
+        )
+        for name in names.split()
     },
 }
 
@@ -70,8 +68,8 @@ class _Memo(dict[int, Any]):
     def __getitem__(self, key: int) -> Any:
         value = super().__getitem__(key)
         kind = type(value)
-        holds = kind in (tuple, list, dict, set, frozenset) or dataclasses.is_dataclass(kind)
-        _demand(not holds, f"it uses a {kind.__name__} twice")
+        if kind in (tuple, list, dict, set, frozenset) or dataclasses.is_dataclass(kind):
+            raise ValueError(f"it uses a {kind.__name__} twice")
         return value
 
 
@@ -90,18 +88,18 @@ class _Unpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         kind = type(self.stack[-2])
-        _demand(dataclasses.is_dataclass(kind), f"it sets attributes of a {kind.__name__}")
+        if not dataclasses.is_dataclass(kind):
+            raise ValueError(f"it sets attributes of a {kind.__name__}")
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _PARTS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
+        if (module, name) not in _PARTS:
+            raise ValueError(
                 f"it names {module}.{name}, which is not part of an index and was not run"
-            ) from None
+            )
+        return _PARTS[module, name]
 
 
 def read_index(folder: Path) -> Metadata:
@@ -122,6 +120,37 @@ def read_index(folder: Path) -> Metadata:
                 f"{TENSOR_INDEX} is not the index of a checkpoint: {reason}"
             ) from error
     return index
+
+
+def _check(index: Any) -> None:
+    """Raises ValueError, or any other error that an entry of a wrong kind causes."""
+    if type(index) is not Metadata:
+        raise ValueError("it is something else")
+    for place, piece in index.storage_data.items():
+        if not _DATA_FILE.fullmatch(piece.relative_path):
+            raise ValueError(f"it names the file {piece.relative_path!r}")
+        if min(piece.offset, piece.length) < 0 or piece.transform_descriptors:
+            raise ValueError(f"{place.fqn} is nowhere")
+    for key, entry in index.state_dict_metadata.items():
+        places = [MetadataIndex(key)]
+        if isinstance(entry, TensorStorageMetadata):
+            places = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+            _check_parts(key, entry)
+        if type(key) is not str or not all(place in index.storage_data for place in places):
+            raise ValueError(f"a part of {key} is nowhere")
+
+
+def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    sizes = 0
+    for chunk in entry.chunks:
+        stops = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+        part = whole[tuple(map(slice, chunk.offsets, stops))]
+        if part.shape != chunk.sizes or min(chunk.offsets, default=0) < 0:
+            raise ValueError(f"a part of {key} is outside of it")
+        sizes += part.numel()
+    if sizes != whole.numel():
+        raise ValueError(f"the parts of {key} are not all of it")
 
 
 def data_files(index: Metadata) -> dict[str, int]:
@@ -145,47 +174,3 @@ def tensor_entries(index: Metadata) -> Entries:
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a checkpoint, by its key. Raises StorageError."""
     return {key: tuple(entry.size) for key, entry in tensor_entries(read_index(folder)).items()}
-
-
-def _check(index: Any) -> None:
-    """Raises ValueError, or any other error that an entry of a wrong kind causes."""
-    _demand(type(index) is Metadata, "it is something else")
-    _demand(type(index.state_dict_metadata) is dict and type(index.storage_data) is dict, "no maps")
-    for place, piece in index.storage_data.items():
-        _demand(type(place) is MetadataIndex and type(piece) is _StorageInfo, "a wrong entry")
-        name = piece.relative_path
-        _demand(_DATA_FILE.fullmatch(name) is not None, f"it names the file {name!r}")
-        _demand(_are_sizes((piece.offset, piece.length)), f"{place.fqn} has no place")
-        _demand(not piece.transform_descriptors, f"{place.fqn} is transformed")
-    for key, entry in index.state_dict_metadata.items():
-        _demand(type(key) is str, f"{key!r} is not a key")
-        if type(entry) is TensorStorageMetadata:
-            _check_tensor(key, entry, index.storage_data)
-        else:
-            _demand(type(entry) is BytesStorageMetadata, f"{key} is of no known kind")
-            _demand(MetadataIndex(key) in index.storage_data, f"{key} is nowhere")
-
-
-def _check_tensor(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
-    size = entry.size
-    _demand(isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(size), f"{key}: no size")
-    for chunk in entry.chunks:
-        _demand(type(chunk) is ChunkStorageMetadata, f"{key} has a wrong part")
-        _demand(_are_sizes(chunk.offsets) and _are_sizes(chunk.sizes), f"{key} has a wrong part")
-        inside = (
-            first + length <= whole
-            for first, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-        )
-        _demand(all(inside), f"a part of {key} is outside of it")
-        _demand(MetadataIndex(key, chunk.offsets) in places, f"a part of {key} is nowhere")
-    parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    _demand(parts == math.prod(size), f"the parts of {key} are not all of it")
-
-
-def _are_sizes(numbers: Any) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
-
-
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)

@@ -17,6 +17,7 @@ Learning rate and weight decay follow from the scheduler. Adam's step is the onl
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -76,31 +77,27 @@ def _updated(
     optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
     """Parameter, main, start and split of every piece; see `Piece`."""
+    groups: list[tuple[Any, Any]]  # of parameters, and of what Adam updates for them
+    split = isinstance(optimizer, DistributedOptimizer)
     if isinstance(optimizer, DistributedOptimizer):
-        for parameter, main in (
-            *_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-            *_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        ):
-            held = optimizer._get_model_param_range_map(parameter)["param"]
-            yield parameter, main, held.start, True
+        groups = [
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        ]
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        for parameter, main in (
-            *_pairs(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
-            *_pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups),
-        ):
-            yield parameter, main, 0, False
+        groups = [
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+        ]
     elif isinstance(optimizer, FP32Optimizer):
-        for parameter in optimizer.get_parameters():
-            yield parameter, parameter, 0, False
+        parameters = optimizer.get_parameters()
+        groups = [([parameters], [parameters])]
     else:
         raise TypeError(f"no checkpoint format for a {type(optimizer).__name__}")
-
-
-def _pairs(
-    models: Iterable[Iterable[torch.nn.Parameter]], mains: Iterable[Iterable[torch.Tensor]]
-) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    for model_group, main_group in zip(models, mains, strict=True):
-        yield from zip(model_group, main_group, strict=True)
+    for models, mains in groups:
+        for parameter, main in zip(chain(*models), chain(*mains), strict=True):
+            start = optimizer._get_model_param_range_map(parameter)["param"].start if split else 0
+            yield parameter, main, start, split
 
 
 def moment_tensors(held: list[Piece]) -> list[ShardedTensor]:

@@ -21,7 +21,6 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -55,6 +54,7 @@ SCHEDULE_FLAGS = {
 _OTHER_SCHEDULE = (
     "use the values of its config.yaml, or continue with these by --override-opt-param-scheduler"
 )
+Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint: bytes, crc32
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,46 @@ def checked_record(
     """
     record = read_record(checkpoint)
     _compare(checkpoint, record["fingerprint"], as_json(expected.fingerprint), expected.remedy)
+    if scheduler is None:
+        return record
     for part, key in (("optimizer", "adam_step"), ("scheduler", "scheduler")):
-        if scheduler is not None and record[key] is None:
+        if record[key] is None:
             raise InputError(
                 f"--load {checkpoint}: it has weights, but no state of the {part} to continue "
                 "training with; load one that training has saved, or start a new run with its "
                 "weights by --finetune"
             )
-    if scheduler is not None and expected.same_schedule:
-        configured = _schedule(scheduler.state_dict())
-        _compare(checkpoint, _schedule(record["scheduler"]), configured, _OTHER_SCHEDULE)
+    if expected.same_schedule:
+        stored, configured = (
+            {flag: state[key] for key, flag in SCHEDULE_FLAGS.items()}
+            for state in (record["scheduler"], scheduler.state_dict())
+        )
+        _compare(checkpoint, stored, configured, _OTHER_SCHEDULE)
     return record
+
+
+def as_json(facts: Mapping[str, object]) -> dict[str, object]:
+    """The facts as JSON returns them, so that a tuple equals the list that was saved."""
+    return dict(json.loads(json.dumps(dict(facts))))
+
+
+def _compare(
+    checkpoint: Path,
+    stored: Mapping[str, object],
+    configured: Mapping[str, object],
+    remedy: str,
+) -> None:
+    """Raises InputError that lists every value that differs.
+
+    An older checkpoint may lack a newer option; its tensors are compared later in any case.
+    """
+    differing = [
+        f"{name} is {stored[name]} in the checkpoint and {value} here"
+        for name, value in configured.items()
+        if name in stored and stored[name] != value
+    ]
+    if differing:
+        raise InputError(f"--load {checkpoint}: {', '.join(differing)}; {remedy}")
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
@@ -115,8 +144,40 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"--load {checkpoint}: it was saved at iteration {saved} and has been renamed; "
             f"rename it to {checkpoint_name(saved)}, or to a name that is not an iteration's"
         )
-    check_sizes(checkpoint, record["files"])
+    for name, facts in record["files"].items():
+        path = checkpoint / name
+        if not os.path.isfile(path):  # also for a name that is too long
+            raise torn(checkpoint, f"{name[:200]} is missing")
+        if (size := path.stat().st_size) != facts["bytes"]:
+            raise torn(checkpoint, f"{name} has {size} bytes instead of {facts['bytes']}")
     return record
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Whether what is read of a record later is of its type: anyone can write a checksum."""
+    try:
+        training, files = record["training"], record["files"]
+        stream, scheduler = record.get("stream"), record.get("scheduler")
+        maps = [record["layout"], record["fingerprint"], record.get("fp8_state") or {}, files]
+        counts = [training[key] for key in ("iteration", "consumed_samples", "consumed_tokens")]
+        counts += [] if record.get("adam_step") is None else [record["adam_step"]]
+        counts += [facts[key] for facts in files.values() for key in ("bytes", "crc32")]
+        fits = scheduler is None or SCHEDULE_FLAGS.keys() <= scheduler.keys()
+        counts += [] if scheduler is None else [scheduler["num_steps"]]
+        if stream is not None:
+            counts += [stream["first"], stream["ends"][0], *stream["ends"]]
+            for data in stream["made_of"]["--data-path"]:
+                own = data["name"], data["idx"], data["bin"] or "", data["weight"] or 0
+                fits &= all(map(isinstance, own, (str, str, str, int | float)))
+    except (LookupError, TypeError, AttributeError):
+        return False
+    fits &= all(isinstance(each, dict) for each in maps) and all(map(_stays_inside, files))
+    return fits and all(type(each) is int and 0 <= each < 2**63 for each in counts)
+
+
+def _stays_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -128,6 +189,15 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
+def torn(checkpoint: Path, what: str) -> Damaged:
+    """The error of a checkpoint that differs from what was saved."""
+    others = other_checkpoints(checkpoint)
+    remedy = f"load another one: {others}" if others else "it cannot be loaded"
+    return Damaged(
+        f"--load {checkpoint}: the checkpoint is incomplete or damaged: {what}; {remedy}"
+    )
+
+
 def checked_file(checkpoint: Path, name: str) -> Path:
     """The path of a checkpoint's file, after comparison with the record; raises InputError."""
     files = read_record(checkpoint)["files"]
@@ -135,94 +205,6 @@ def checked_file(checkpoint: Path, name: str) -> Path:
         raise torn(checkpoint, f"{name} is missing")
     check_content(checkpoint, {name: files[name]}, slice(None))
     return checkpoint / name
-
-
-def _is_record(record: Mapping[str, Any]) -> bool:
-    """Whether every field is of its type, so that code that reads one need not check it."""
-    training: Any = record.get("training")
-    files: Any = record.get("files")
-    scheduler, step = record.get("scheduler"), record.get("adam_step")
-    maps = (training, record.get("layout"), record.get("fingerprint"), files)
-    if not all(isinstance(each, dict) for each in maps):
-        return False
-    unlogged = training.get("unlogged")
-    counts = {name: value for name, value in training.items() if name != "unlogged"}
-    return (
-        counts.keys() == {"iteration", "consumed_samples", "consumed_tokens"}
-        and all(_is_count(value) for value in counts.values())
-        and (unlogged is None or _is_interval(unlogged))
-        and (record.get("stream") is None or _is_stream(record["stream"]))
-        and (step is None or _is_count(step))
-        and (scheduler is None or _is_schedule(scheduler))
-        and (record.get("fp8_state") is None or isinstance(record["fp8_state"], dict))
-        and all(_is_file(name, facts) for name, facts in files.items())
-    )
-
-
-def _is_interval(sums: Any) -> bool:
-    return isinstance(sums, dict) and _is_count(sums.get("iterations"))
-
-
-def _is_stream(stream: Any) -> bool:
-    try:
-        counts = [stream["first"], *stream["ends"]]
-        kinds = {"name": str, "weight": int | float | None, "idx": str, "bin": str | None}
-        data = [each[key] for each in stream["made_of"]["--data-path"] for key in kinds]
-    except (KeyError, TypeError):
-        return False
-    fits = map(isinstance, data, cycle(kinds.values()))
-    return len(counts) > 1 and all(map(_is_count, counts)) and all(fits)
-
-
-def _is_schedule(state: Any) -> bool:
-    return (
-        isinstance(state, dict)
-        and SCHEDULE_FLAGS.keys() <= state.keys()
-        and _is_count(state.get("num_steps"))
-    )
-
-
-def _is_file(name: str, facts: Any) -> bool:
-    path = PurePosixPath(name)
-    inside = not path.is_absolute() and ".." not in path.parts and name.isprintable()
-    described = isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"}
-    return inside and described and all(_is_count(value) for value in facts.values())
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def as_json(facts: Mapping[str, object]) -> dict[str, object]:
-    """The facts as JSON returns them, so that a tuple equals the list that was saved."""
-    return dict(json.loads(json.dumps(dict(facts))))
-
-
-def _compare(
-    checkpoint: Path,
-    stored: Mapping[str, object],
-    configured: Mapping[str, object],
-    remedy: str,
-) -> None:
-    """Raises InputError that lists every value that differs.
-
-    An older checkpoint may lack a newer option; its tensors are compared later in any case.
-    """
-    differing = [
-        f"{name} is {stored[name]} in the checkpoint and {value} here"
-        for name, value in configured.items()
-        if name in stored and stored[name] != value
-    ]
-    if differing:
-        raise InputError(f"--load {checkpoint}: {', '.join(differing)}; {remedy}")
-
-
-def _schedule(state: Mapping[str, object]) -> dict[str, object]:
-    """The configured values of a scheduler, by flag."""
-    return {flag: state[key] for key, flag in SCHEDULE_FLAGS.items()}
-
-
-Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint: bytes, crc32
 
 
 def list_files(folder: Path) -> list[str]:
@@ -236,40 +218,19 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
 
     Reading takes about one second per gigabyte, so each rank reads a share.
     """
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)}
-        for name in names
-    }
+    described = {}
+    for name in names:
+        crc = 0
+        with open_regular(folder / name) as file:
+            while block := file.read(1 << 20):
+                crc = zlib.crc32(block, crc)
+        described[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc}
+    return described
 
 
-def check_complete(folder: Path, files: Files) -> None:
-    """Check that the described `files` are a complete checkpoint and still exist.
-
-    Raises:
-        StorageError: another process removed a file, or ranks wrote to different folders.
-    """
-    needed = {TENSOR_INDEX: 0, COMMON: 0}
-    if TENSOR_INDEX in files:
-        needed |= data_files(read_index(folder))
-    for name, size in needed.items():
-        if name not in files:
-            raise StorageError(f"{name} is missing: every rank has to write into the same folder")
-        if files[name]["bytes"] < size:
-            raise StorageError(f"{name} has {files[name]['bytes']} bytes instead of {size}")
-    for name, facts in files.items():
-        if (folder / name).stat().st_size != facts["bytes"]:
-            raise StorageError(f"{name} has changed since it was written")
-
-
-def check_sizes(checkpoint: Path, files: Files) -> None:
-    """Check that every file exists in its full size; raises Damaged."""
-    for name, facts in files.items():
-        path = checkpoint / name
-        if not os.path.isfile(path):  # also for a name that is too long
-            raise torn(checkpoint, f"{name[:200]} is missing")
-        if path.stat().st_size != facts["bytes"]:
-            size = path.stat().st_size
-            raise torn(checkpoint, f"{name} has {size} bytes instead of {facts['bytes']}")
+def rank_share() -> slice:
+    """The part of a checkpoint's files that this rank reads and checks."""
+    return slice(dist.get_rank(), None, dist.get_world_size())
 
 
 def check_content(checkpoint: Path, files: Files, share: slice) -> None:
@@ -279,21 +240,19 @@ def check_content(checkpoint: Path, files: Files, share: slice) -> None:
             raise torn(checkpoint, f"{name} is damaged")
 
 
-def torn(checkpoint: Path, what: str) -> Damaged:
-    """The error of a checkpoint that differs from what was saved."""
-    others = other_checkpoints(checkpoint)
-    remedy = f"load another one: {others}" if others else "it cannot be loaded"
-    return Damaged(
-        f"--load {checkpoint}: the checkpoint is incomplete or damaged: {what}; {remedy}"
-    )
+def check_complete(folder: Path, files: Files) -> None:
+    """Check that the described `files` contain all that the index refers to.
 
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
+    Raises StorageError: ranks wrote to different folders, or another process removed a file.
+    """
+    needed = {TENSOR_INDEX: 0, COMMON: 0}
+    if TENSOR_INDEX in files:
+        needed |= data_files(read_index(folder))
+    for name, size in needed.items():
+        if name not in files:
+            raise StorageError(f"{name} is missing: every rank has to write into the same folder")
+        if files[name]["bytes"] < size:
+            raise StorageError(f"{name} has {files[name]['bytes']} bytes instead of {size}")
 
 
 def newest_good(folder: Path) -> tuple[Path, str | None]:
@@ -330,8 +289,3 @@ def newest_good(folder: Path) -> tuple[Path, str | None]:
 def _check(checkpoint: Path) -> None:
     record = agree(lambda: read_record(checkpoint))
     agree(lambda: check_content(checkpoint, record["files"], rank_share()))
-
-
-def rank_share() -> slice:
-    """The part of a checkpoint's files that this rank reads and checks."""
-    return slice(dist.get_rank(), None, dist.get_world_size())

@@ -4,19 +4,16 @@ A snapshot refers to the tensors of the model and the optimizer, which training 
 writes and publishes it, on the main thread or, for `Background`, on another.
 
 The background writer is a thread. A forked process could inherit locks that gloo's threads hold,
-and a spawned one would take seconds and a second copy of the state. Writing a file, flushing it and
-computing its checksum need no interpreter lock, so the thread leaves training its time. torch's
-`async_save` writes only the tensors. Here the thread does all of a save: the copy, the search for
-values that are not finite, the files, their checksums, the publication. The copy of the weights and
-of the optimizer's state is made during the next forward and backward pass, which do not change
-them; only the update waits for it. (torch's stager for such copies does not keep its memory in
-torch 2.11, and copies nothing the second time.)
+and a spawned one would take seconds and a second copy of the state. The thread does all of a save:
+the copy, the search for values that are not finite, the files, their checksums, the publication;
+torch's `async_save` would write only the tensors. The copy is made during the next forward and
+backward pass, which do not change weights and optimizer state; only the update waits for it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -28,7 +25,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.errors import InputError
@@ -79,7 +75,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._memory = WeakIdKeyDictionary()  # the bytes of the copy of each storage
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def check_memory(self, values: list[Sharded]) -> None:
         """Check that the ranks of each host can copy what they write. Collective.
@@ -87,7 +83,7 @@ class HostCopy:
         Raises:
             NoMemory: on every rank, if a host has too little memory.
         """
-        needed = sum(each.nbytes() for each in _storages(values) if each not in self._memory)
+        needed = max(0, _bytes_copied_later(values) - len(self._memory))
         if needed:  # the next step allocates again what the last one has released
             needed += memory_to_regain()
         ranks = exchange((host_memory_owner(), needed, free_host_memory()))
@@ -102,33 +98,35 @@ class HostCopy:
 
     def copy(self, values: list[Sharded]) -> list[Sharded]:
         """The values, with copies of the weights and of the optimizer's state."""
+        size = _bytes_copied_later(values)
+        if size > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # releases the smaller one
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            if self._stream is not None:
+                _pin(self._memory)
+        copied, used = [], 0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # None: nothing changes
-            for storage in _storages(values):
-                self._bytes_of(storage).copy_(_as_bytes(storage), non_blocking=True)
+            for each in values:
+                if _is_copied_later(each):
+                    here = self._memory[used : used + each.data.nbytes]
+                    used += _padded(each.data.nbytes)
+                    here = here.view(each.data.dtype).view(each.data.shape)
+                    each = replace(each, data=here.copy_(each.data.detach(), non_blocking=True))
+                copied.append(each)
         if self._stream is not None:
             self._stream.synchronize()
-        return [
-            replace(each, data=self._view(each.data)) if _is_copied_later(each) else each
-            for each in values
-        ]
+        return copied
 
-    def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The memory for the copy of a storage."""
-        if storage not in self._memory:
-            memory = torch.empty(storage.nbytes(), dtype=torch.uint8)
-            if self._stream is not None and len(memory):
-                _pin(memory)
-            self._memory[storage] = memory
-        found: torch.Tensor = self._memory[storage]
-        return found
 
-    def _view(self, data: torch.Tensor) -> torch.Tensor:
-        """The same part of the copy of a tensor's storage."""
-        memory = self._bytes_of(data.untyped_storage()).untyped_storage()
-        copied = torch.empty(0, dtype=data.dtype)
-        return copied.set_(memory, data.storage_offset(), data.size(), data.stride())
+def _bytes_copied_later(values: list[Sharded]) -> int:
+    return sum(_padded(each.data.nbytes) for each in values if _is_copied_later(each))
+
+
+def _padded(size: int) -> int:
+    """Rounded up to a place at which a value of any dtype of weights can begin."""
+    return -(-size // 4) * 4
 
 
 def _pin(memory: torch.Tensor) -> None:
@@ -138,18 +136,16 @@ def _pin(memory: torch.Tensor) -> None:
     end.atexit = False  # the process ends, and CUDA may be gone
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def with_own_buffers(values: list[Sharded]) -> list[Sharded]:
     """The values, with copies of buffers and objects, which a forward pass may change; small."""
-    return [
-        each
-        if _is_copied_later(each) or not is_main_replica(each.replica_id)
-        else replace(each, data=_copy(each.data))
-        for each in values
-    ]
+    own = []
+    for each in values:
+        if is_main_replica(each.replica_id) and not _is_copied_later(each):
+            data, is_tensor = each.data, isinstance(each, ShardedTensor)
+            data = data.detach().to("cpu", copy=True) if is_tensor else deepcopy(data)
+            each = replace(each, data=data)
+        own.append(each)
+    return own
 
 
 def _is_copied_later(value: Sharded) -> bool:
@@ -160,18 +156,6 @@ def _is_copied_later(value: Sharded) -> bool:
         and is_main_replica(value.replica_id)
         and (value.data.requires_grad or value.key.startswith(STATE_PREFIX))
     )
-
-
-def _copy(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.detach().to("cpu", copy=True)
-    return deepcopy(data)
-
-
-def _storages(values: list[Sharded]) -> Iterator[torch.UntypedStorage]:
-    """The storages of weights and optimizer state that this rank writes, each once."""
-    of_values = [each.data.untyped_storage() for each in values if _is_copied_later(each)]
-    yield from {id(storage): storage for storage in of_values}.values()
 
 
 class NotSaved(InputError):
@@ -214,56 +198,34 @@ class Writer:
         Raises:
             NotSaved: on every rank, if a rank could not write.
         """
+        iteration, is_first = snapshot.iteration, dist.get_rank() == 0
         try:
-            return self._write(snapshot, group)
-        except StorageError as error:
-            self._abandon()
+            begun = agree(lambda: self.folder.begin(iteration).name if is_first else "", group)
+            writing = self.folder.directory / exchange(begun, group)[0]
+            on_rank_0(lambda: copy_files(self.files, writing), group)
+            write_tensors(snapshot.values, writing, group)
+            names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
+            own = names[rank_share()]
+            described = exchange(agree(lambda: describe_files(writing, own), group), group)
+            files = {name: facts for share in described for name, facts in share.items()}
+            on_rank_0(lambda: check_complete(writing, files), group)
+            record = dict(snapshot.record)
+            if snapshot.adam_step is not None:
+                record["adam_step"] = max(exchange(snapshot.adam_step, group))
+            record["files"] = files
+            on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
+        except Exception as error:
+            if is_first:
+                self.folder.tidy()
+            if not isinstance(error, StorageError):
+                raise
+            latest = self.folder.newest_first()[:1]
+            kept = f"{latest[0].name} is untouched" if latest else "there was none before"
             raise NotSaved(
                 f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
-                f"{snapshot.iteration}: {error}; {self._what_now()}"
+                f"{iteration}: {error}; {kept}; free the disk or name another folder"
             ) from error
-        except Exception:
-            self._abandon()
-            raise
-
-    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
-        iteration = snapshot.iteration
-        begun = agree(lambda: self._begin(iteration) if dist.get_rank() == 0 else "", group)
-        writing = self.folder.directory / exchange(begun, group)[0]
-        write_tensors(snapshot.values, writing, group)
-        on_rank_0(lambda: copy_files(self.files, writing), group)
-        names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
-        own = names[rank_share()]
-        described = exchange(agree(lambda: describe_files(writing, own), group), group)
-        files = {name: facts for share in described for name, facts in share.items()}
-        on_rank_0(lambda: check_complete(writing, files), group)
-        record = dict(snapshot.record)
-        if snapshot.adam_step is not None:
-            record["adam_step"] = max(exchange(snapshot.adam_step, group))
-        record["files"] = files
-        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
         return self.folder.published_path(iteration)
-
-    def _begin(self, iteration: int) -> str:
-        for source in self._copied:
-            source.stat()  # a folder that is gone is not made anew, and says so
-        return self.folder.begin(iteration).name
-
-    def _abandon(self) -> None:
-        if dist.get_rank() == 0:
-            self.folder.tidy()
-
-    def _what_now(self) -> str:
-        if not all(source.exists() for source in self._copied):
-            return "it, or the whole folder, was renamed or deleted during the run: put it back"
-        latest = self.folder.newest_first()[:1]
-        kept = f"{latest[0].name} is untouched" if latest else "there was none before"
-        return f"{kept}; free the disk or name another folder"
-
-    @property
-    def _copied(self) -> list[Path]:
-        """The files and folders of the run that every checkpoint has a copy of."""
-        return [source for source in self.files.values() if isinstance(source, Path)]
 
 
 def last_good(folder: CheckpointFolder, iteration: int) -> str:

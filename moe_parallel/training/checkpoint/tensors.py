@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from io import IOBase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -136,7 +135,7 @@ def write_tensors(
     own = [value for value in values if is_main_replica(value.replica_id)]
     parts = [_part_of(value) for value in own if isinstance(value, ShardedTensor)]
     objects = {
-        value.unique_key: partial(_saved, [value.data])  # a list, as Megatron-Core stores it
+        value.unique_key: _saved([value.data])  # a list, as Megatron-Core stores it
         for value in own
         if isinstance(value, ShardedObject)
     }
@@ -156,7 +155,7 @@ def write_tensors(
 
 def write_common(folder: Path) -> None:
     """Write what kind of files a checkpoint has, and no plain values. Raises OSError."""
-    (folder / COMMON).write_bytes(_saved({}).getvalue())
+    (folder / COMMON).write_bytes(_saved({}))
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
@@ -185,7 +184,7 @@ def write_weights(
         for part in parts
         if part.key.removesuffix(".weight").endswith(_LINEAR)
     }
-    states = dict.fromkeys(sorted(linear), _saved([None]).getvalue())
+    states = dict.fromkeys(sorted(linear), _saved([None]))
     record = {
         "format": FORMAT,
         "training": {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0},
@@ -196,7 +195,7 @@ def write_weights(
         "fingerprint": as_json(fingerprint),
         "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
     }
-    return write_alone(folder, record, files, parts, states, FILE_BYTES)
+    return write_alone(folder, record, files, parts, states)
 
 
 def write_alone(
@@ -205,7 +204,6 @@ def write_alone(
     files: Mapping[str, str | Path],
     parts: Sequence[StoredPart],
     states: Mapping[str, bytes],
-    file_bytes: int,
     most_files: int | None = None,
 ) -> Path:
     """Write and publish a checkpoint without a model, on one process; returns its path.
@@ -218,8 +216,7 @@ def write_alone(
         files: small files to store with the tensors, see `copy_files`.
         parts: of all tensors.
         states: by key, the objects to store with the tensors, as another checkpoint has them.
-        file_bytes: the size of parts at which another file begins.
-        most_files: the number of files, of which the last one has all that remains.
+        most_files: of tensors, of about equal sizes; None: as FILE_BYTES says.
 
     Raises OSError if the disk is full or cannot be written.
     """
@@ -227,16 +224,17 @@ def write_alone(
     writing = folder.begin(iteration)
     try:
         # Each file is planned as if it were a rank's.
-        objects = {key: partial(io.BytesIO, state) for key, state in states.items()}
-        planner = _SavePlanner(parts, objects)
+        planner = _SavePlanner(parts, states)
+        sizes = [math.prod(part.sizes) * part.dtype.itemsize for part in parts]
+        file_bytes = sum(sizes) / most_files if most_files else FILE_BYTES
         plans: list[SavePlan] = [SavePlan([])]
-        size = 0
-        for item, part in zip(planner.items, parts, strict=False):
-            if size >= file_bytes and len(plans) != most_files:
+        written = 0
+        for item, size in zip(planner.items, sizes, strict=False):
+            if written >= file_bytes and len(plans) != most_files:
                 plans.append(SavePlan([]))
-                size = 0
+                written = 0
             plans[-1].items.append(item)
-            size += math.prod(part.sizes) * part.dtype.itemsize
+            written += size
         plans[-1].items.extend(planner.items[len(parts) :])
         plans, index = planner.create_global_plan(plans)
         writer = _Writer(writing)
@@ -262,53 +260,45 @@ def _part_of(shard: ShardedTensor) -> StoredPart:
     return StoredPart(shard.key, shape, offset, sizes, values.dtype, lambda: values)
 
 
-def _saved(value: Any) -> io.BytesIO:
+def _saved(value: Any) -> bytes:
     content = io.BytesIO()
     torch.save(value, content)
-    return content
+    return content.getvalue()
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes parts of tensors, and objects: by key, what returns their bytes."""
+    """Writes parts of tensors, and objects: by key, what torch.save has made of them."""
 
-    def __init__(
-        self, parts: Iterable[StoredPart], objects: Mapping[str, Callable[[], io.BytesIO]]
-    ) -> None:
+    def __init__(self, parts: Iterable[StoredPart], objects: Mapping[str, bytes]) -> None:
         super().__init__(flatten_state_dict=False)
         self.items: list[WriteItem] = []
-        self._values: dict[MetadataIndex, Callable[[], Any]] = {}
+        self._values: dict[MetadataIndex, StoredPart | bytes] = {}
         for part in parts:
-            offset = torch.Size(part.offset)
-            place = ChunkStorageMetadata(offset, torch.Size(part.sizes))
+            index = MetadataIndex(part.key, torch.Size(part.offset))
+            place = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
             properties = TensorProperties(dtype=part.dtype)
             data = TensorWriteData(place, properties, torch.Size(part.shape))
-            self._add(MetadataIndex(part.key, offset), partial(_as_stored, part), data)
+            self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            self._values[index] = part
         for key, content in objects.items():
-            self._add(MetadataIndex(key), content)
-
-    def _add(
-        self, index: MetadataIndex, value: Callable[[], Any], data: TensorWriteData | None = None
-    ) -> None:
-        kind = WriteItemType.BYTE_IO if data is None else WriteItemType.SHARD
-        self.items.append(WriteItem(index, kind, tensor_data=data))
-        self._values[index] = value
+            index = MetadataIndex(key)
+            self.items.append(WriteItem(index, WriteItemType.BYTE_IO))
+            self._values[index] = content
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(self.items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[write_item.index]()
-        if isinstance(value, torch.Tensor) and write_item.type == WriteItemType.BYTE_IO:
-            # torch.save would write the whole storage of a view.
-            whole = value.untyped_storage().nbytes() == value.nbytes
-            return _saved(value if whole else value.clone())
-        return value
-
-
-def _as_stored(part: StoredPart) -> torch.Tensor:
-    tensor = part.read().to(part.dtype).contiguous()
-    assert tensor.shape == part.sizes, (part.key, tensor.shape, part.sizes)
-    return tensor
+        value = self._values[write_item.index]
+        if isinstance(value, bytes):
+            return io.BytesIO(value)
+        tensor = value.read().to(value.dtype).contiguous()
+        assert tensor.shape == value.sizes, (value.key, tensor.shape, value.sizes)
+        if write_item.type == WriteItemType.SHARD:
+            return tensor
+        # torch.save would write the whole storage of a view.
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return io.BytesIO(_saved(tensor if whole else tensor.clone()))
 
 
 class _Writer(FileSystemWriter):
@@ -320,7 +310,12 @@ class _Writer(FileSystemWriter):
 
 
 class _WatchedFileSystem(FileSystem):
-    """Raises the error of a failed write when the file is closed, not inside torch.save."""
+    """Raises the error of a failed write when the file is closed, not inside torch.save.
+
+    Through torch.save, its C++ writer would raise `unexpected pos` instead, and an exception
+    through it ends in a segmentation fault at the next garbage collection (torch 2.13 on Python
+    3.12).
+    """
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -332,12 +327,7 @@ class _WatchedFileSystem(FileSystem):
 
 
 class _WatchedStream:
-    """A file that keeps the error of a failed write, and ignores later writes.
-
-    The error must not pass through torch.save: its C++ writer raises `unexpected pos` instead, and
-    an exception through it ends in a segmentation fault at the next garbage collection
-    (torch 2.13 on Python 3.12).
-    """
+    """A file that keeps the error of a failed write, and ignores later writes."""
 
     def __init__(self, stream: IOBase, path: str):
         self._stream = stream
@@ -389,40 +379,28 @@ def read_tensors(values: Iterable[Sharded], folder: Path) -> dict[str, Any]:
     return agree(read)
 
 
-def read_whole(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def read_whole(
+    tensors: Mapping[str, torch.Tensor], folder: Path, index: Metadata | None = None
+) -> None:
     """Read whole tensors by their keys into `tensors`, on this process alone.
 
-    Raises StorageError: they cannot be read, or have other shapes.
+    `index`: of the checkpoint; None: read it. Raises StorageError: they cannot be read, or have
+    other shapes.
     """
-    _read_whole(read_index(folder), tensors, folder)
-
-
-def whole_tensors(
-    folder: Path, keys: Iterable[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint (None: all) in the order of their keys, on this process alone.
-
-    None is kept for the next. Raises StorageError if a file cannot be read.
-    """
-    index = read_index(folder)
-    for key in sorted(tensor_entries(index) if keys is None else keys):
-        yield key, whole_tensor(index, key, folder)
-
-
-def whole_tensor(index: Metadata, key: str, folder: Path) -> torch.Tensor:
-    """A tensor of a checkpoint with this index. Raises StorageError."""
-    entry = tensor_entries(index)[key]
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    _read_whole(index, {key: tensor}, folder)
-    return tensor
-
-
-def _read_whole(index: Metadata, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    index = index or read_index(folder)
     entries = tensor_entries(index)
     for key, tensor in tensors.items():
         if key not in entries or entries[key].size != tensor.size():
             raise StorageError(f"{key} is not a tensor of {list(tensor.size())}")
     _read(index, folder, [(key, (0,) * t.dim(), t) for key, t in tensors.items()], [])
+
+
+def whole_tensor(index: Metadata, key: str, folder: Path) -> torch.Tensor:
+    """A tensor of a checkpoint with this index, on this process alone. Raises StorageError."""
+    entry = tensor_entries(index)[key]
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    read_whole({key: tensor}, folder, index)
+    return tensor
 
 
 def _read(
@@ -451,8 +429,17 @@ def _read(
         reader.set_up_storage_reader(index, is_coordinator=True)
         reader.read_data(LoadPlan(items), planner).wait()
         return planner.objects
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(one_line(error)) from error
+    except pickle.UnpicklingError as error:
+        raise StorageError(
+            "it contains something other than tensors and values, which was not run"
+        ) from error
     except Exception as error:  # damaged or crafted files may cause any
-        raise _unreadable(error) from error
+        reason = str(error).partition("\n")[0]
+        raise StorageError(f"{type(error).__name__}: {reason}") from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -476,16 +463,3 @@ class _LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         (found,) = torch.load(value, map_location="cpu", weights_only=True)
         self.objects[read_item.dest_index.fqn] = found
-
-
-def _unreadable(error: Exception) -> StorageError:
-    if isinstance(error, StorageError):
-        return error
-    if isinstance(error, OSError):
-        return StorageError(one_line(error))
-    if isinstance(error, pickle.UnpicklingError):
-        return StorageError(
-            "it contains something other than tensors and values, which was not run"
-        )
-    reason = str(error).partition("\n")[0]
-    return StorageError(f"{type(error).__name__}: {reason}")

@@ -7,24 +7,15 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.record import FORMAT
+from moe_parallel.training.checkpoint.saving import last_good
 
 
 def _publish(folder, iteration, content="", keep_last=None):
     writing = folder.begin(iteration)
     (writing / "weights").write_text(content)
     return folder.publish(iteration, {}, keep_last)
-
-
-def test_nothing_shows_before_publishing(tmp_path):
-    folder = CheckpointFolder(tmp_path / "run")
-    assert folder.latest() is None
-    folder.begin(1)
-    assert folder.latest() is None and folder.iterations() == []
-    folder.tidy()
-    assert list(folder.directory.iterdir()) == []
 
 
 def test_a_later_run_replaces_a_checkpoint_of_the_same_iteration(tmp_path):
@@ -67,9 +58,9 @@ def test_keeping_prefers_what_led_to_the_newest(tmp_path):
 
 
 def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
-    checkpoints = Checkpointer.__new__(Checkpointer)
-    checkpoints.folder = folder = CheckpointFolder(tmp_path)
-    assert checkpoints.last_good(30) == f"there is no good checkpoint in {tmp_path}"
+    folder = CheckpointFolder(tmp_path)
+    none = f"there is no good checkpoint in {tmp_path}"
+    assert last_good(folder, 30) == none
     for iteration in (10, 20, 30):
         writing = folder.begin(iteration)
         (writing / "weights").write_text("")
@@ -78,15 +69,14 @@ def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
         maps = {"layout": {}, "fingerprint": {}, "files": files}
         folder.publish(iteration, {"format": FORMAT, "training": place, **maps}, None)
     for diverged, good in ((31, 30), (30, 20), (21, 20), (20, 10)):
-        assert checkpoints.last_good(diverged).endswith(f" is {tmp_path}/iter_00000{good}")
+        assert last_good(folder, diverged).endswith(f" is {tmp_path}/iter_00000{good}")
     (tmp_path / "iter_0000020" / "weights").unlink()
-    assert checkpoints.last_good(30).endswith("iter_0000010")
-    none = f"there is no good checkpoint in {tmp_path}"
-    assert checkpoints.last_good(10) == (
+    assert last_good(folder, 30).endswith("iter_0000010")
+    assert last_good(folder, 10) == (
         f"{none}: iter_0000010 is finite, but no finite loss has followed it"
     )
     (tmp_path / "iter_0000010" / "weights").unlink()
-    assert checkpoints.last_good(10) == none
+    assert last_good(folder, 10) == none
 
 
 def _folder(path):
@@ -101,10 +91,6 @@ def _link(path):
 
 def _file(path):
     path.write_text("mine")
-
-
-def _dangling(path):
-    path.symlink_to("nowhere")
 
 
 def _lost(path):
@@ -122,61 +108,45 @@ def _pipe(path):
 
 FIRST, THIRD, WRITING = "iter_0000001", "iter_0000003", ".iter_0000003.writing"
 IN_THE_WAY = [
-    # where, what, and what is left and named besides the last two checkpoints
-    (FIRST, _link, [], []),
-    (FIRST, _dangling, [FIRST], []),
-    (FIRST, _lost, [FIRST], []),
-    (FIRST, _file, [FIRST], []),
-    (FIRST, _folder, [".iter_0000001.old"], [".iter_0000001.old"]),
-    ("mount", _folder, ["mount"], ["mount"]),
-    (FIRST, _mounted, [".iter_0000001.old"], [".iter_0000001.old"]),
-    (THIRD, _link, [], []),
-    (THIRD, _dangling, [], []),
-    (THIRD, _lost, [], []),
-    (THIRD, _pipe, [".iter_0000003.old"], [".iter_0000003.old"]),
-    (THIRD, _file, [".iter_0000003.old"], [".iter_0000003.old"]),
-    (THIRD, _folder, [".iter_0000003.old"], [".iter_0000003.old"]),
-    (WRITING, _link, [], []),
-    (WRITING, _dangling, [], []),
-    (WRITING, _lost, [], []),
-    (WRITING, _pipe, [WRITING], [WRITING]),
-    (WRITING, _file, [WRITING], [WRITING]),
-    (WRITING, _folder, [WRITING], [WRITING]),
+    # where, what, and what is left besides the last two checkpoints
+    (FIRST, _link, []),
+    (FIRST, _lost, [FIRST]),
+    (FIRST, _file, [FIRST]),
+    (FIRST, _folder, [".iter_0000001.old"]),
+    (FIRST, _mounted, [".iter_0000001.old"]),
+    (THIRD, _lost, []),
+    (THIRD, _pipe, [".iter_0000003.old"]),
+    (THIRD, _folder, [".iter_0000003.old"]),
+    (WRITING, _link, []),
+    (WRITING, _pipe, [WRITING]),
+    (WRITING, _folder, [WRITING]),
 ]
 
 
-@pytest.mark.parametrize(("where", "put", "left", "named"), IN_THE_WAY)
-def test_nothing_in_the_way_stops_a_save(tmp_path, monkeypatch, where, put, left, named):
-    """`held` cannot be deleted, as by chattr +i, and a mount point cannot be renamed."""
-    refuse = OSError(errno.EPERM, os.strerror(errno.EPERM))
-    unlink, rename = os.unlink, os.rename
+@pytest.mark.parametrize(("where", "put", "left"), IN_THE_WAY)
+def test_nothing_in_the_way_stops_a_save(tmp_path, monkeypatch, where, put, left):
+    """`held` cannot be deleted, as by chattr +i."""
+    unlink = os.unlink
 
     def unlink_others(path, **options):
         if os.path.basename(path) == "held":
-            raise refuse
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
         unlink(path, **options)
-
-    def rename_others(source, target):
-        if where == "mount" and os.path.basename(source) == FIRST:
-            raise refuse
-        rename(source, target)
 
     if put is _mounted:  # nothing there refuses to be deleted, and all of it stays
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
     else:
         monkeypatch.setattr(os, "unlink", unlink_others)
-    monkeypatch.setattr(os, "rename", rename_others)
-    names = [FIRST if name == "mount" else name for name in (where, *left)]
     run = tmp_path / "run"
     folder = CheckpointFolder(run)
     _publish(folder, 2)
-    put(run / names[0])
+    put(run / where)
     for _ in range(2):  # the second time, what is stuck has the plain names
         for iteration in (3, 4, 5):
             assert _publish(folder, iteration, str(iteration), keep_last=2).is_dir()
     found = {path.name for path in run.iterdir()} - {"latest_checkpointed_iteration.txt"}
-    assert found == {"iter_0000004", "iter_0000005", *names[1:]}
-    assert {path.name for path in folder.stuck} == set(names[1:] if named else [])
+    assert found == {"iter_0000004", "iter_0000005", *left}
+    assert {path.name for path in folder.stuck} == set(left) - {FIRST}
     mine = [path for path in tmp_path.rglob("held") if path.is_file()]
     assert len(mine) == (put in (_link, _folder, _mounted))
 
@@ -209,25 +179,32 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"ten", "'ten'"),
-        (b"", "''"),
-        (b"\xff\xfe1", r"'\\xff\\xfe1'"),
-        ("²".encode(), "'²'"),  # a digit for str.isdigit, but not a number for int
-        (b"9" * 5000, "'" + "9" * 40 + "'"),  # more digits than int() accepts
+        (b"ten", "says 'ten' instead of an iteration; "),
+        (b"\xff\xfe1", r"says '\\xff\\xfe1' instead of an iteration; "),
+        ("²".encode(), "says '²' instead"),  # a digit for str.isdigit, but not a number for int
+        (b"9" * 5000, "says '" + "9" * 40 + "' instead"),  # more digits than int() accepts
+        (b"10", "says 10, but iter_0000010 is not there; name another checkpoint: iter_0000001"),
     ],
 )
-def test_a_tracker_that_names_no_iteration_is_one_line(tmp_path, content, said):
+def test_a_tracker_that_names_no_checkpoint_is_one_line(tmp_path, content, said):
     folder = CheckpointFolder(tmp_path)
     _publish(folder, 1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
     with pytest.raises(InputError) as caught:
         find_checkpoint(tmp_path)
-    assert f"latest_checkpointed_iteration.txt says {said} instead of an iteration; " in str(
-        caught.value
-    )
+    assert f"latest_checkpointed_iteration.txt {said}" in str(caught.value)
     assert "\n" not in str(caught.value)
     _publish(folder, 2)  # a running run writes a new one
     assert folder.latest().name == "iter_0000002"
+
+
+def test_a_path_without_a_checkpoint_is_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    reasons = {"empty": "no checkpoint", "file": "this is a file", "absent": "there is no such"}
+    for name, reason in reasons.items():
+        with pytest.raises(InputError, match=f"^--load {tmp_path}/{name}: {reason}"):
+            find_checkpoint(tmp_path / name)
 
 
 def test_a_tracker_that_cannot_be_read_names_no_iteration(tmp_path, monkeypatch):
@@ -241,8 +218,3 @@ def test_a_tracker_that_cannot_be_read_names_no_iteration(tmp_path, monkeypatch)
     with pytest.raises(InputError, match="says 'Permission denied' instead of an iteration; "):
         find_checkpoint(tmp_path)
     assert [path.name for path in folder.newest_first()] == ["iter_0000001"]
-
-
-def test_keep_last_must_keep_one(tmp_path):
-    with pytest.raises(InputError, match="--keep-last 0: keep at least 1"):
-        Checkpointer(tmp_path, keep_last=0, fingerprint={}, layout={}, files={})

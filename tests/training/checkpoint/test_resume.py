@@ -28,9 +28,6 @@ RUNS = {
     "tp2-pp2-vpp2": (Layout(4, tp=2, pp=2, vpp=2), {}),
     "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
     "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),
-    "flash": (Layout(), {"attention_backend": "flash"}),
-    "unfused": (Layout(), {"attention_backend": "unfused"}),
-    "local": (Layout(), {"attention_backend": "local"}),
 }
 QUICK = ("gathered-bf16-ep2-distributed",)
 
