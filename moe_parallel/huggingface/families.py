@@ -100,7 +100,7 @@ class Fields:
             if self.values.get(name) is not None:
                 return name, self.values[name]
         if default is NEEDED:
-            raise InputError(f"{self.file}: it has no {names[0]}: take the model's own config.json")
+            raise InputError(f"{self.file}: it has no {names[0]}: take that of the model")
         return names[0], default
 
 

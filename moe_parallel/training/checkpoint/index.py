@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,8 +36,17 @@ _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 def _memory_format(owner: Any, name: str) -> Any:
     """Stands for `getattr`: so Python 3.11.2, that of Debian 12, pickles a member of an enum."""
+    if owner is _Unread:
+        return _Unread()
     _demand(owner is metadata._MEM_FORMAT_ENCODING, f"it asks {owner} for {name!r}")
     return owner[name]
+
+
+@dataclasses.dataclass(init=False, eq=False)
+class _Unread:
+    """Stands for what nobody reads: the plans of a save, which Megatron-Core adds to the index."""
+
+    def __init__(self, *_: Any) -> None: ...
 
 
 # Everything that an index may refer to, by module and name.
@@ -60,19 +69,22 @@ _PARTS: dict[tuple[str, str], Any] = {
             "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
         ).split()
     },
+    **{
+        (planner.__name__, name): _Unread
+        for name in "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()
+    },
 }
 
 
 class _Memo(dict[int, Any]):
-    """Objects that a pickle uses again: none that hold others. To hash or show sixty pairs, each of
-    the one before, twice, has no end."""
+    """Objects that a pickle uses again. Those that hold others are not read again: to hash or show
+    sixty pairs, each of the one before, twice, has no end."""
 
     def __getitem__(self, key: int) -> Any:
         value = super().__getitem__(key)
         kind = type(value)
         holds = kind in (tuple, list, dict, set, frozenset) or dataclasses.is_dataclass(kind)
-        _demand(not holds, f"it uses a {kind.__name__} twice")
-        return value
+        return _Unread() if holds else value
 
 
 class _Unpickler(pickle._Unpickler):
