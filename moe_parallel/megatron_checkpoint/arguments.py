@@ -149,6 +149,8 @@ def options_of(fields: Fields) -> dict[str, Any]:
     """Our options, by name as in `make_config`. Raises InputError for a model that ours lacks."""
     for name, (accepted, why) in _REFUSED.items():
         fields.refuse(name, accepted, why)
+    if fields.integer("num_layers") > 10_000:  # before lists of the layers are made
+        raise fields.wrong("num_layers", "at most 10000")
     given = {name: value for name, value in fields.values.items() if value is not None}
     options = {name: given[name] for name in _MODEL if name in given}
     if fields.truth("group_query_attention", False):
