@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,12 +92,18 @@ def export(
                 "num_floating_point_operations_so_far": 0,
                 "content_metadata": {"singleton_local_shards": False},
             }
-            torch.save(common, written / COMMON)
+            (written / COMMON).write_bytes(_saved(common))
             (written / RECORD).unlink()  # it is no checkpoint of ours
             written.rename(building / RELEASE)
             (building / TRACKER).write_text(f"{RELEASE}\n")
     dtype = str(dtypes[EMBEDDING]).removeprefix("torch.")
     return Exported(output / RELEASE, sum(sizes.values()), dtype)
+
+
+def _saved(value: Any) -> bytes:
+    content = io.BytesIO()  # on a full disk, torch.save would raise what is no OSError
+    torch.save(value, content)
+    return content.getvalue()
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,7 @@ class _Parts:
         self.states: dict[str, bytes] = {}
         self._tensors, self._advance = tensors, advance
         self._name, self._tensor = "", torch.empty(0)
-        nothing = io.BytesIO()
-        torch.save([None], nothing)  # a list, as Megatron-Core stores it
-        self._nothing = nothing.getvalue()
+        self._nothing = _saved([None])  # a list, as Megatron-Core stores it
 
     def add(self, name: str, shape: TensorShape, dtype: torch.dtype, slots: list[_Slot]) -> None:
         """Add the next tensor, one part for each slot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +31,14 @@ RELEASE = "release"  # the name of a checkpoint of weights alone, in place of an
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
-def plan_import(folder: Path, flags: Sequence[str]) -> CheckedImport:
+@dataclass(frozen=True)
+class CheckedCheckpoint(CheckedImport):
+    """The same, and its tensors, which have not been checked."""
+
+    tensors: StoredTensors
+
+
+def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
     """Check everything but the tensors.
 
     Args:
@@ -57,23 +65,23 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedImport:
     else:
         config = config_of(options_of(arguments) | vocabulary, flags, arguments.file, rows)
     fields = Fields(checkpoint, vocabulary)
-    return CheckedImport(
+    return CheckedCheckpoint(
         checkpoint,
         "GPTModel of Megatron-Core",
         lambda: places(config, rows),
         config,
         rows,
         tokenizer_of_folder(checkpoint, fields, config.data),
+        StoredTensors(checkpoint, index, config),
     )
 
 
 def import_checkpoint(
-    plan: CheckedImport, output: Path, advance: Callable[[int], object] = lambda _: None
+    plan: CheckedCheckpoint, output: Path, advance: Callable[[int], object] = lambda _: None
 ) -> Imported:
     """Write the run folder `output`, as `import_tensors` does. Raises InputError."""
     check_new(output)
-    tensors = StoredTensors(plan.folder, _index(plan.folder), plan.config)
-    return import_tensors(plan, tensors, output, advance)
+    return import_tensors(plan, plan.tensors, output, advance)
 
 
 def _checkpoint(folder: Path) -> Path:

@@ -66,7 +66,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "dense": _DENSE,
     "dense_qkv": _DENSE | {"add_qkv_bias": True, "qk_layernorm": True},
     "mixtral": _MOE,
-    "pre_softmax": _MOE | {"moe_router_pre_softmax": True, "group_query_attention": False},
+    "pre_softmax": _MOE
+    | {
+        "group_query_attention": False,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "global_aux_loss",  # with a state of its own here
+    },
     "deepseek": _MOE
     | {
         "moe_layer_freq": [0, 1, 1, 1],

@@ -61,3 +61,13 @@ def test_a_checkpoint_is_trained_on_becomes_aoe_and_goes_back(tmp_path: Path) ->
     assert code == 0, printed
     said = _tool("export", "--load", tmp_path / "bf16", "--output", tmp_path / "back")
     assert "bfloat16, weights only" in said
+    _tool("import", "--input", tmp_path / "back", "--output", tmp_path / "again", *more)
+    (trained,) = (tmp_path / "bf16").glob("iter_*")
+    first, again = (
+        dict(whole_tensors(trained)),
+        dict(whole_tensors(tmp_path / "again/iter_0000000")),
+    )
+    assert {key: tensor.dtype for key, tensor in again.items()} == dict.fromkeys(
+        [key for key in first if not key.startswith("optimizer.")], torch.bfloat16
+    )
+    assert all(torch.equal(tensor, first[key]) for key, tensor in again.items())
