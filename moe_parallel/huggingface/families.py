@@ -100,7 +100,9 @@ class Fields:
             if self.values.get(name) is not None:
                 return name, self.values[name]
         if default is NEEDED:
-            raise InputError(f"{self.file}: it has no {names[0]}: take that of the model")
+            raise InputError(
+                f"{self.file}: it has no {names[0]}: take the model's own {self.file.name}"
+            )
         return names[0], default
 
 

@@ -116,7 +116,8 @@ def stacked(name: str) -> tuple[str, int | None]:
 
 
 def check_files(folder: Path, index: Metadata) -> None:
-    """Raises InputError for a file of a checkpoint that is missing, cut, or elsewhere."""
+    """Raises InputError for a file of a checkpoint that is missing, cut, or elsewhere, and for an
+    index of more bytes than the files have."""
     needed = {TENSOR_INDEX: 0} | data_files(index)
     if (folder / COMMON).exists():
         needed[COMMON] = 0
@@ -158,6 +159,7 @@ class StoredTensors:
         return sum(self._nbytes(key) for key in self._used)
 
     def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
         return self._tensor(name, self._empty).dtype
 
     def read(self, name: str) -> torch.Tensor:

@@ -246,13 +246,16 @@ def test_wrong_flags(
     assert not Path("y").exists()
 
 
-def test_the_good_one_is_good_and_needs_no_arguments(good: Path, tmp_path: Path, capsys) -> None:
+def test_the_good_one_is_good_and_needs_no_arguments(
+    good: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Otherwise each test here would pass for another reason."""
-    words = ["import", "--input", str(good), *WITHOUT_TEXT, "--output"]
+    _index(lambda index: _add("chained_0.optimizer.state", index))(folder / "release")
+    words = ["import", "--input", str(folder), *WITHOUT_TEXT, "--output"]
     assert main([*words, str(tmp_path / "run")]) == 0
     assert "GPTModel of Megatron-Core" in capsys.readouterr().out
     sizes = (tmp_path / "run/config.yaml").read_text()
-    bare = Path(shutil.copytree(good, tmp_path / "theirs"))
+    bare = Path(shutil.copytree(good, tmp_path / "bare"))
     (bare / "release/common.pt").unlink()
     words = ["import", "--input", str(bare / "release"), "--output", str(tmp_path / "same")]
     assert main([*words, "--config", str(tmp_path / "run/config.yaml")]) == 0
