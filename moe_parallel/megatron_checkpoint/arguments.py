@@ -149,23 +149,23 @@ def options_of(fields: Fields) -> dict[str, Any]:
     """Our options, by name as in `make_config`. Raises InputError for a model that ours lacks."""
     for name, (accepted, why) in _REFUSED.items():
         fields.refuse(name, accepted, why)
+    for name in ("hidden_size", "num_attention_heads", "ffn_hidden_size"):
+        fields.integer(name)  # none of them may be a default
     if fields.integer("num_layers") > 10_000:  # before lists of the layers are made
         raise fields.wrong("num_layers", "at most 10000")
     given = {name: value for name, value in fields.values.items() if value is not None}
     options = {name: given[name] for name in _MODEL if name in given}
-    if fields.truth("group_query_attention", False):
+    options["norm_epsilon"] = given.get("layernorm_epsilon", given.get("norm_epsilon", 1e-5))
+    if given.get("group_query_attention"):
         options["num_query_groups"] = fields.integer("num_query_groups")
-    options["norm_epsilon"] = fields.number(
-        "layernorm_epsilon", fields.number("norm_epsilon", 1e-5)
-    )
-    if fields.truth("use_rope_scaling", False):
+    if given.get("use_rope_scaling"):
         fields.refuse("rope_scaling_factor", (8, 8.0), "Megatron-LM computes with 8 all the same")
     if "num_experts" not in given:
         return options
     options |= {name: given[name] for name in _EXPERTS if name in given}
-    whole = fields.truth("moe_router_pre_softmax", False)
+    whole = given.get("moe_router_pre_softmax", False)
     is_softmax = given.get("moe_router_score_function", "softmax") == "softmax"
-    if given.get("moe_router_topk") == 1 and is_softmax and not whole:
+    if fields.integer("moe_router_topk") == 1 and is_softmax and not whole:
         raise InputError(
             f"{fields.file}: moe_router_topk is 1 and its probability is renormalized to 1, so its "
             "router would not learn: it cannot be imported"
@@ -176,7 +176,7 @@ def options_of(fields: Fields) -> dict[str, Any]:
     if kinds not in _BALANCING:  # of several at once none is carried: flags may give one
         options |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
     if "moe_expert_capacity_factor" in given:
-        options["moe_token_drop_policy"] = fields.text("moe_token_drop_policy", "probs")
+        options["moe_token_drop_policy"] = given.get("moe_token_drop_policy", "probs")
     return options | {
         "moe_layer_freq": str(given.get("moe_layer_freq", 1)).replace(" ", ""),
         "moe_router_pre_softmax": whole and is_softmax,

@@ -197,6 +197,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             _arguments(hidden_size=40), r"embeddings.weight is \[96, 32\], and by the model's sizes"
         ),
         "fewer layers": (_arguments(num_layers=1), r"\[2, .* and the model has 1 layers: the tens"),
+        "no heads": (_arguments(num_attention_heads=None), "it has no num_attention_heads: take"),
         "endless layers": (_arguments(num_layers=10**9), "num_layers is 1000000000: it must"),
         "endless experts": (_arguments(num_experts=10**9), "mlp.router.weight is .*, and by"),
         "a number that is a text": (_arguments(num_layers="two"), "num_layers is 'two': it must"),
