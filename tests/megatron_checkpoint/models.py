@@ -22,7 +22,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
 
-from moe_parallel.training.checkpoint.tensors import sharded_values
+from moe_parallel.training.checkpoint.index import read_index, tensor_entries
+from moe_parallel.training.checkpoint.tensors import sharded_values, whole_tensor
 
 ROWS, LENGTH = 64, 12
 TOKENS = torch.arange(2 * LENGTH).mul(7).remainder(ROWS).view(2, LENGTH)
@@ -276,3 +277,9 @@ def _load(model: GPTModel, checkpoint: Path, layout: Layout) -> None:
 def _tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from ((key, each) for key, each in model.named_buffers() if "expert_bias" in key)
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of ours, by their keys."""
+    index = read_index(checkpoint)
+    return {key: whole_tensor(index, key, checkpoint) for key in tensor_entries(index)}

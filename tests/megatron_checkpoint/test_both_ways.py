@@ -9,10 +9,16 @@ from megatron.core.transformer.moe import experts
 
 from moe_parallel.megatron_checkpoint.export import export
 from moe_parallel.megatron_checkpoint.importing import import_checkpoint, plan_import
-from moe_parallel.training.checkpoint.tensors import whole_tensors
 from tests.distributed import run_distributed
 from tests.huggingface.imported import WITHOUT_TEXT, logits_here
-from tests.megatron_checkpoint.models import ARGUMENTS, TOKENS, Layout, differences, save
+from tests.megatron_checkpoint.models import (
+    ARGUMENTS,
+    TOKENS,
+    Layout,
+    differences,
+    save,
+    weights_of,
+)
 
 TE = Layout(is_te=True)
 #: How the same weights may be stored.
@@ -53,7 +59,7 @@ def _run_of(theirs: Path) -> Path:
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return dict(whole_tensors(run / "iter_0000000"))
+    return weights_of(run / "iter_0000000")
 
 
 def _logits_and_differences(runs, exports):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moe_parallel.huggingface.importing import import_folder, plan_import
-from moe_parallel.training.checkpoint.tensors import whole_tensors
 from tests.convert.converting import convert_here
 from tests.distributed import run_distributed
 from tests.huggingface.models import save_with_text
 from tests.huggingface.test_path import HEALING, TRAINING
+from tests.megatron_checkpoint.models import weights_of
 from tests.program import flags, pretrain_here, small_data
 from tests.tools.running import run_tool_forked
 
@@ -35,9 +35,7 @@ def test_a_checkpoint_is_trained_on_becomes_aoe_and_goes_back(tmp_path: Path) ->
     assert "weights only" in _tool("export", "--load", tmp_path / "start", "--output", megatron)
     more = flags(TRAINING | {"tokenizer_model": data["tokenizer_model"]})
     _tool("import", "--input", megatron, "--output", run, *more)
-    first, again = (
-        dict(whole_tensors(path / "iter_0000000")) for path in (tmp_path / "start", run)
-    )
+    first, again = (weights_of(path / "iter_0000000") for path in (tmp_path / "start", run))
     assert first.keys() == again.keys()
     assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())
 
@@ -64,8 +62,8 @@ def test_a_checkpoint_is_trained_on_becomes_aoe_and_goes_back(tmp_path: Path) ->
     _tool("import", "--input", tmp_path / "back", "--output", tmp_path / "again", *more)
     (trained,) = (tmp_path / "bf16").glob("iter_*")
     first, again = (
-        dict(whole_tensors(trained)),
-        dict(whole_tensors(tmp_path / "again/iter_0000000")),
+        weights_of(trained),
+        weights_of(tmp_path / "again/iter_0000000"),
     )
     assert {key: tensor.dtype for key, tensor in again.items()} == dict.fromkeys(
         [key for key in first if not key.startswith("optimizer.")], torch.bfloat16
