@@ -27,7 +27,7 @@ LAYERS = (
     {"plan"},
     {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "generation", "huggingface", "harness", "launch", "tool"},
+    {"convert", "generation", "huggingface", "harness", "launch", "megatron_checkpoint", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

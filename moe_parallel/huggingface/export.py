@@ -106,8 +106,8 @@ def export(
     else:
         fields = fields_of(family, config, size)
         steps = plain_steps(family.places(config, size))
-    with _readable(source.checkpoint):
-        record, entries = _checked(source.checkpoint, steps)
+    with readable(source.checkpoint):
+        record, entries = checked(source.checkpoint, steps)
         with new_folder(output) as folder:
             tokenizer = write_tokenizer(source.tokenizer, source.config.positions, folder)
             written = write_safetensors(
@@ -151,8 +151,8 @@ def model_in_memory(source: ExportSource, dtype: str = "float32") -> Any:
     config, size = source.config, source.vocab_size
     fields = own_config_json(config, size, fold=False) | {"pad_token_id": source.tokenizer.eod}
     steps = own_steps(config, size, fold=False)
-    with _readable(source.checkpoint):
-        _, entries = _checked(source.checkpoint, steps)
+    with readable(source.checkpoint):
+        _, entries = checked(source.checkpoint, steps)
         weights = dict(tensors_of(steps, source.checkpoint, entries, DTYPES[dtype]))
     model, found = hf.MoeParallelForCausalLM.from_pretrained(
         None,
@@ -166,14 +166,15 @@ def model_in_memory(source: ExportSource, dtype: str = "float32") -> Any:
 
 
 @contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Raises InputError, with the name of the checkpoint, where one cannot be read."""
     try:
         yield
     except StorageError as error:
         raise InputError(f"--load {checkpoint}: {error}") from error
 
 
-def _checked(checkpoint: Path, steps: Sequence[Step]) -> tuple[dict[str, Any], Entries]:
+def checked(checkpoint: Path, steps: Sequence[Step]) -> tuple[dict[str, Any], Entries]:
     """The checkpoint's record, and the entries of its tensors, whose files are not damaged."""
     record = read_record(checkpoint)
     check_content(checkpoint, record["files"], slice(None))

@@ -50,7 +50,9 @@ class Fields:
         value: Any = self.values.get(name)
         if value is None:
             if default is NEEDED:
-                raise InputError(f"{self.file}: it has no {name}: take the model's own config.json")
+                raise InputError(
+                    f"{self.file}: it has no {name}: take the model's own {self.file.name}"
+                )
             return default
         if kind is float and type(value) is int:
             value = float(value)

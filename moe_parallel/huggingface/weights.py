@@ -81,6 +81,15 @@ class TensorFolder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.described.values())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+        return self.described[name].dtype
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor, of its own dtype, on the CPU."""
         file = self.described[name].file
@@ -265,7 +274,7 @@ def write_safetensors(
     Raises InputError if the folder cannot be written, and StorageError if the checkpoint cannot
     be read.
     """
-    dtypes = _dtypes(steps, entries, dtype)
+    dtypes = dtypes_of(steps, entries, dtype)
     shapes = {name: shape for step in steps for name, shape in step.results}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     files = _divided(sizes, file_bytes)
@@ -293,7 +302,7 @@ def tensors_of(
     steps: Sequence[Step], checkpoint: Path, entries: Entries, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All results of the steps, in order, with their names. As in `write_safetensors`."""
-    dtypes = _dtypes(steps, entries, dtype)
+    dtypes = dtypes_of(steps, entries, dtype)
     for step in steps:
         made = _made(step, checkpoint, entries)
         for (name, shape), tensor in zip(step.results, made, strict=True):
@@ -301,9 +310,10 @@ def tensors_of(
             yield name, tensor.to(dtypes[name]).contiguous()
 
 
-def _dtypes(
+def dtypes_of(
     steps: Sequence[Step], entries: Entries, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
+    """The dtype of each result. As in `write_safetensors`."""
     return {name: _dtype_of(step, entries, dtype) for step in steps for name, _ in step.results}
 
 

@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 HUGGINGFACE = "moe_parallel/huggingface"
+MEGATRON_CHECKPOINT = "moe_parallel/megatron_checkpoint"
 
 FAULTS_OF_MODELS = [
     Fault(
@@ -105,5 +106,19 @@ FAULTS_OF_MODELS = [
         '"sigmoid_of_value": sigmoid_of_value',
         '"sigmoid_of_value": sigmoid',
         ("tests/hf/test_modeling_moe_parallel.py", "tests/huggingface/test_export.py"),
+    ),
+    Fault(
+        "an import from Megatron-LM exchanges the two halves of an expert",
+        f"{MEGATRON_CHECKPOINT}/tensors.py",
+        "theirs[0].unflatten(1, (2, -1))",
+        "theirs[0].unflatten(1, (2, -1)).flip(1)",
+        ("tests/megatron_checkpoint/test_both_ways.py",),
+    ),
+    Fault(
+        "a checkpoint of Megatron-LM may link to files elsewhere",
+        f"{MEGATRON_CHECKPOINT}/tensors.py",
+        "path.is_symlink() or not path.is_file()",
+        "not path.is_file()",
+        ("tests/megatron_checkpoint/test_bad_input.py",),
     ),
 ]
