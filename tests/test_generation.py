@@ -1,6 +1,5 @@
 """Texts against a loop by hand, what a terminal shows of them, and chats."""
 
-import itertools
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -98,15 +97,6 @@ def test_a_character_of_several_bytes_is_shown_whole_and_a_stop_string_never():
     assert "".join(shown) == ends.texts[0] == "naïve façade 漢字 🙂"
 
 
-def test_the_text_of_a_chat() -> None:
-    chat = Chat("A helpful model.", "User", "Model")
-    assert chat.prompt("hello") == "A helpful model.\nUser: hello\nModel:"
-    chat.turns.append(("hello", "hi"))
-    assert chat.prompt("and?") == ("A helpful model.\nUser: hello\nModel: hi\nUser: and?\nModel:")
-    assert chat.stop == "\nUser:"
-    assert Chat().prompt("x") == "User: x\nModel:"
-
-
 class Words(NullTokenizer):
     """A token for each word."""
 
@@ -159,11 +149,3 @@ def test_questions_answers_and_commands() -> None:
     assert shown.count(HELP) == 2 and shown.endswith("User: /quit\n")
     shown, prompts = talk(["a", "b"], [None, "y"])
     assert "Model: (stopped)\n" in shown and prompts == [3, 3]
-
-
-def test_a_long_chat_forgets_its_beginning_and_says_so() -> None:
-    shown, prompts = talk(["a", "b", "c"], itertools.repeat("x"), most=7)
-    assert prompts == [3, 7, 7]
-    assert "(the first 1 of 2 turns no longer fit)\n" in shown
-    shown, prompts = talk(["a b c d e f g"], [], most=7)
-    assert prompts == [] and "(too long: the model reads 7 tokens)\n" in shown

@@ -16,18 +16,18 @@ PACKAGE = "moe_parallel"
 
 # From bottom to top. A module may import from its own layer (without a cycle) and those before it.
 LAYERS = (
-    {"_C", "errors", "console", "copies", "hf", "optional"},
+    {"_C", "errors", "console", "copies", "optional"},
     {"collective_errors", "reading"},
     {"config"},
     {"ops"},
     {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},
-    {"layers"},
+    {"hf", "layers"},
     {"systems"},
     {"model"},
     {"plan"},
     {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "generation", "huggingface", "harness", "launch", "tool"},
+    {"convert", "generation", "huggingface", "harness", "launch", "megatron_checkpoint", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

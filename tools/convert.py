@@ -31,43 +31,19 @@ def main(arguments: list[str]) -> int:
     tool.add_argument("--to", metavar="aoe|topk", help="the new system")
     tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
     tool.add_argument("--save", metavar="RUN", help="new run folder")
-    aoe = tool.add_argument_group("to aoe")
-    aoe.add_argument(
+    tool.add_argument(
         "--calibration-samples",
         type=int,
         default=128,
-        help="number of training sequences to fit to; a third as many are held out for "
+        help="to aoe: number of training sequences to fit to; a third as many are held out for "
         "measurements (default: 128)",
-    )
-    aoe.add_argument(
-        "--svd",
-        metavar="weighted|plain",
-        default="weighted",
-        help="truncate the SVD that minimizes the error of x W_g on those sequences (weighted), or "
-        "of W_g itself (plain) (default: weighted)",
-    )
-    aoe.add_argument(
-        "--ranking-columns",
-        type=int,
-        default=4,
-        help="number of columns of W_down to fit to the router; 0: fit one scale per expert "
-        "(default: 4)",
-    )
-    aoe.add_argument(
-        "--condition",
-        type=float,
-        default=20.0,
-        help="maximum ratio of the first column's gain to the others'; a higher value ranks "
-        "better, a lower one keeps W_up smaller (default: 20)",
     )
     return tool.run_with_training_flags(arguments, _convert)
 
 
 def _check(own: argparse.Namespace) -> None:
-    for name, known in (("to", ("aoe", "topk")), ("svd", ("weighted", "plain"))):
-        value = getattr(own, name)
-        if value not in known:
-            raise InputError(f"--{name} is {value}: it takes one of {', '.join(known)}")
+    if own.to not in ("aoe", "topk"):
+        raise InputError(f"--to is {own.to}: it takes one of aoe, topk")
     check_load(own)
     if own.save is None:
         raise InputError("--save is not set: name a new folder")
@@ -80,7 +56,6 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.config import parse_command_line
     from moe_parallel.convert.configuration import converted_config, left_out
     from moe_parallel.convert.conversion import conversion_json, conversion_table, convert
-    from moe_parallel.convert.gate import GateOptions
     from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.systems import AoESelection
     from moe_parallel.training.checkpoint.folder import find_checkpoint
@@ -91,18 +66,12 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     source = standalone_config([], load=str(checkpoint))
     trained = parse_command_line(["--config", str(checkpoint / "config.yaml")])
     target = converted_config(trained, own.to, own.save, flags)
-    gate = None
-    if isinstance(target.selection, AoESelection):
-        gate = GateOptions(
-            target.selection.aoe_low_rank_size,
-            own.svd == "weighted",
-            own.ranking_columns,
-            own.condition,
-        )
+    selection = target.selection
+    rank = selection.aoe_low_rank_size if isinstance(selection, AoESelection) else None
     for option in left_out(trained, own.to):
         print(f"{option}: left out, {own.to} has no such option")
     with single_process(source) as groups, locked_folder(own.save):
-        done = convert(source, target, groups, gate, own.calibration_samples, print)
+        done = convert(source, target, groups, rank, own.calibration_samples, print)
     print(conversion_table(done, source.selection.choices_per_token, source.moe.num_experts))
     facts = {"from": str(checkpoint), "to": own.to, "options": vars(own), "flags": flags}
     write_atomically(Path(own.save) / "conversion.json", conversion_json(done, **facts))

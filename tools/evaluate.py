@@ -82,21 +82,9 @@ def _work(arguments: Sequence[str]) -> int:
     own, flags = _tool().parse_known_args(list(arguments))
     wanted = _check(own, flags)
 
-    from moe_parallel.harness.evaluation import Evaluation, evaluate
+    from moe_parallel.harness.evaluation import evaluate
 
-    evaluate(
-        Evaluation(
-            load=own.load,
-            flags=tuple(flags),
-            wanted=wanted,
-            preset=own.preset,
-            documents=own.documents,
-            inputs=tuple(own.input),
-            stride=own.stride,
-            batch_size=own.batch_size,
-            output=own.output,
-        )
-    )
+    evaluate(argparse.Namespace(**vars(own), flags=flags, wanted=wanted))
     return 0
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from moe_parallel.config import Config, Selection, make_config, parse_command_line
+from moe_parallel.config import Config, Selection, read_command_line
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import options
 from moe_parallel.errors import InputError
@@ -51,7 +49,12 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
         values["aoe_wide_size"] = source.expert_width
         # With K = 1 a top-k model does not renormalize: the result would always be 1.
         values["aoe_gate"] = "selected" if source.selection.renormalizes else "all"
-    config = _with_flags(make_config(_listed(values)), flags)
+    line = read_command_line(flags)
+    if line.file is not None:
+        raise InputError("--config names a file, but --load has the model: leave it out")
+    # In the types that YAML gives.
+    raw = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+    config, _ = line.over(raw, "--load")
     _check_unchanged(source, config, to)
     return config
 
@@ -111,16 +114,3 @@ def _check_unchanged(source: Config, config: Config, to: str) -> None:
             f"--aoe-wide-size is {config.expert_width}, but the experts of --load have a width of "
             f"{source.expert_width}: leave it out"
         )
-
-
-def _with_flags(config: Config, flags: Sequence[str]) -> Config:
-    """The configuration, as if it came from a file, changed by flags of the training program."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(config.to_yaml(), encoding="utf-8")
-        return parse_command_line(["--config", str(path), *flags])
-
-
-def _listed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values in the types that YAML gives."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

@@ -15,7 +15,6 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, LoggingConfig, validate
-from moe_parallel.convert.gate import GateOptions
 from moe_parallel.convert.to_aoe import (
     ConvertedLayer,
     convert_layers,
@@ -47,7 +46,7 @@ def convert(
     source: Config,
     target: Config,
     groups: Groups,
-    gate: GateOptions | None,
+    rank: int | None,
     calibration_samples: int,
     say: Callable[[str], None],
 ) -> Conversion:
@@ -57,15 +56,20 @@ def convert(
         source: the configuration of the checkpoint in its --load.
         target: the result of `configuration.converted_config`.
         groups: groups of one process.
-        gate: how W_g is factorized; None: weights are copied as they are.
-        calibration_samples: the number of training samples for the fit; ignored if `gate` is None.
+        rank: of the factors of W_g; None: weights are copied as they are.
+        calibration_samples: the number of training samples for the fit; ignored without a rank.
         say: called with a line for every step.
 
     Raises InputError.
     """
     here = on_one_process(target)
     validate(here, world_size=1)
-    _check(source, gate)
+    largest = min(source.model.hidden_size, source.expert_width)
+    if rank is not None and rank > largest:
+        raise InputError(
+            f"--aoe-low-rank-size is {rank}, but W_g of --load is {source.model.hidden_size} x "
+            f"{source.expert_width}: choose at most {largest}"
+        )
     text = open_text(replace(here, checkpoint=source.checkpoint))  # the text of its training
     # Raises errors before the long work.
     checkpoints = open_checkpoints(target, text.vocab_size, groups, text.tokenizer)
@@ -78,7 +82,7 @@ def convert(
     engine = Engine(here, text.vocab_size, groups)
     (new,) = unwrap_model(engine.chunks)
     layers, tokens = [], (0, 0)
-    if gate is None:
+    if rank is None:
         copy_weights(old, new)
     else:
         calibration = draw_calibration(
@@ -91,7 +95,7 @@ def convert(
         tokens = calibration.tokens
         k = source.selection.choices_per_token
         assert k is not None
-        for layer in convert_layers(old, new, calibration, k, gate):
+        for layer in convert_layers(old, new, calibration, k, rank):
             say(f"layer {layer.number}: converted")
             layers.append(layer)
     losses = {
@@ -102,25 +106,6 @@ def convert(
         TrainingState(0, 0, 0), engine.chunks, engine.optimizer, engine.scheduler
     )
     return Conversion(layers, tokens, losses, path)
-
-
-def _check(source: Config, gate: GateOptions | None) -> None:
-    """Check that W_g can be factorized with these options."""
-    if gate is None:
-        return
-    largest = min(source.model.hidden_size, source.expert_width)
-    if gate.rank > largest:
-        raise InputError(
-            f"--aoe-low-rank-size is {gate.rank}, but W_g of --load is "
-            f"{source.model.hidden_size} x {source.expert_width}: choose at most {largest}"
-        )
-    if not 0 <= gate.ranking_columns <= gate.rank:
-        raise InputError(
-            f"--ranking-columns is {gate.ranking_columns}: choose from 0 to "
-            f"--aoe-low-rank-size, {gate.rank}"
-        )
-    if not gate.condition >= 1:
-        raise InputError(f"--condition is {gate.condition}: it must be at least 1")
 
 
 def _losses(
@@ -142,7 +127,7 @@ def _losses(
     return {domain: of_domain(dataset) for domain, dataset in data.valid.items()}
 
 
-COLUMNS = ("layer", "choices", "before", "all K", "first", "probs off", "x W_g off", "condition")
+COLUMNS = ("layer", "choices", "before", "x W_g off")
 
 
 def conversion_table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
@@ -155,17 +140,9 @@ def conversion_table(conversion: Conversion, k: int | None, num_experts: int | N
             "".join(f"{column:>11}" for column in COLUMNS),
         ]
         for layer in conversion.layers:
-            numbers = (
-                layer.after.choices,
-                layer.before.choices,
-                layer.after.all_choices,
-                layer.after.first_choice,
-                layer.after.probs,
-                layer.gate_error,
-            )
+            numbers = (layer.after, layer.before, layer.gate_error)
             cells = "".join(f"{number:>11.3f}" for number in numbers)
-            ranked = f"  {layer.ranking}"
-            lines.append(f"{layer.number:>11}{cells}{layer.condition:>11.1f}{ranked}")
+            lines.append(f"{layer.number:>11}{cells}")
         lines += [f"(choices at random: {k / num_experts:.3f})", ""]
     width = max([len(domain) for domain in conversion.losses] + [len("nats/token")])
     lines.append(f"{'nats/token':<{width}}{'source':>11}{'converted':>11}")

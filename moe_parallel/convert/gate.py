@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_parallel.selection.choices import greatest
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -118,7 +116,7 @@ def _basis(
     )
 
 
-# Weight of the mean square of the norms in both fits. It keeps them from growing without need.
+# Weight of the mean square of the norms in the fit. It keeps them from growing without need.
 SMALLNESS = 1e-4
 # How far the fit lifts the logits above the level that the ranking needs.
 MARGIN = 2.0
@@ -129,19 +127,6 @@ def cross_entropy(scores_TE: torch.Tensor, logits_TE: torch.Tensor) -> torch.Ten
     if they differ by a constant per token; then ranking and probs are equal."""
     target_TE = torch.softmax(logits_TE, dim=1)
     return -(target_TE * torch.log_softmax(scores_TE, dim=1)).sum(1).mean()
-
-
-def fitted_scales(norms_TE: torch.Tensor, logits_TE: torch.Tensor, *, each: bool) -> torch.Tensor:
-    """The c_E > 0 for which softmax(c norms) is closest to softmax(logits).
-
-    `each`: one number per expert; otherwise one for all, which changes the probs but no ranking.
-    """
-    start = (logits_TE.std() / norms_TE.std().clamp(min=1e-12)).clamp(1e-3, 1e3).log()
-    log_c = _minimized(
-        lambda log_c: cross_entropy(norms_TE * log_c.exp(), logits_TE),
-        start.repeat(norms_TE.shape[1] if each else 1),
-    )
-    return log_c.exp().expand(norms_TE.shape[1])
 
 
 def ranking_columns(
@@ -209,96 +194,34 @@ def _minimized(
 RIDGE = 1e-4
 # Initial length of the ranking columns after the first, which start as singular vectors.
 START = 0.3
-
-
-@dataclass(frozen=True)
-class GateOptions:
-    """How W_g is factorized, and how its norms are fitted."""
-
-    rank: int
-    weighted: bool = True  # SVD in the measure of the activations; False: the plain SVD
-    ranking_columns: int = 4  # columns fitted to the router; 0: a scale for each expert
-    condition: float = 20.0  # with ranking columns: the largest ratio of their gains to the others'
-
-
-@dataclass(frozen=True)
-class ConvertedGate:
-    """The factors of W_g, fp64, and what was chosen on the calibration tokens."""
-
-    factors: Factors
-    ranking: str  # "columns", "scales" (of each expert), or "none": one scale for all
-    condition: float  # the largest ratio of the gains of two columns of an expert
-    before: Factors  # the plain result of the SVD: columns and rows share the singular values
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    ranking: str
-    factors: Factors
-    gains_ER: torch.Tensor
-
-    @property
-    def condition(self) -> float:
-        return float((self.gains_ER.amax(1) / self.gains_ER.amin(1)).max())
+# The most columns that are fitted to the router.
+RANKING_COLUMNS = 4
+# The largest ratio of the first column's gain to the others'. A higher one ranks better, a lower
+# one keeps W_up smaller.
+CONDITION = 20.0
 
 
 def convert_gate(
-    w_gate_EDF: torch.Tensor,
-    w_router_ED: torch.Tensor,
-    x_TD: torch.Tensor,
-    k: int,
-    options: GateOptions,
-) -> ConvertedGate:
-    """Factors of W_g whose norms rank the experts as a softmax router does on the tokens x.
+    w_gate_EDF: torch.Tensor, w_router_ED: torch.Tensor, x_TD: torch.Tensor, k: int, rank: int
+) -> tuple[Factors, Factors]:
+    """Factors of W_g, fp64, whose norms rank the experts as a softmax router does on the tokens x.
 
-    There are several ways to rank. Considered are those that choose the router's first K experts
-    at least as often as the plain result of the SVD. Of these, the function uses the one whose
-    softmax of norms is closest to the router's probabilities on these tokens.
+    Returns them after those of the plain SVD, whose columns and rows share the singular values.
     """
     w_gate_EDF, x_TD, w_ED = w_gate_EDF.double(), x_TD.double(), w_router_ED.double()
     w_ED = w_ED - w_ED.mean(0)  # ranking and softmax stay the same, and norms may be smaller
-    logits_TE = x_TD @ w_ED.T
-    root_DD = _root(x_TD) if options.weighted else torch.eye(x_TD.shape[1]).to(x_TD)
-    plain, values_ER = factorize(w_gate_EDF, options.rank, root_DD)
+    root_DD = _root(x_TD)
+    plain, values_ER = factorize(w_gate_EDF, rank, root_DD)
     # Where W_g has no energy, a gain must still be larger than 0, because rows are divided by it.
-    shares_ER = values_ER.clamp(min=1e-6 * float(values_ER.max())).sqrt()
-    before = plain.with_gains(shares_ER)
-    norms_TE = before.norms(x_TD)
-    candidates = []
-    for ranking, each in (("none", False), ("scales", True)):
-        gains_ER = shares_ER * fitted_scales(norms_TE, logits_TE, each=each)[:, None]
-        candidates.append(_Candidate(ranking, plain.with_gains(gains_ER), gains_ER))
-    if options.ranking_columns:
-        others_EDJ = START * plain.columns_EDR[:, :, : options.ranking_columns - 1]
-        leading_EDJ = ranking_columns(x_TD, w_ED, k, others_EDJ)
-        candidates.append(_around(leading_EDJ, w_gate_EDF, root_DD, options))
-
-    least = share_of_choices(logits_TE, norms_TE, k)
-    losses: dict[float, _Candidate] = {}
-    for each_candidate in candidates:
-        norms_TE = each_candidate.factors.norms(x_TD)
-        if share_of_choices(logits_TE, norms_TE, k) >= least:
-            losses[float(cross_entropy(norms_TE, logits_TE))] = each_candidate
-    best = losses[min(losses)]  # never empty: one scale for all is always among them
-    return ConvertedGate(best.factors, best.ranking, best.condition, before)
-
-
-def share_of_choices(scores_TE: torch.Tensor, others_TE: torch.Tensor, k: int) -> float:
-    """The share of the K experts with the largest scores that the other scores choose too."""
-    first_TK, second_TK = (greatest(scores, k) for scores in (scores_TE, others_TE))
-    return float((first_TK[:, :, None] == second_TK[:, None, :]).any(2).double().mean())
-
-
-def _around(
-    leading_EDJ: torch.Tensor, w_gate_EDF: torch.Tensor, root_DD: torch.Tensor, options: GateOptions
-) -> _Candidate:
-    """W_g with `leading` as the first columns. The others are so short that they hardly change the
-    norms."""
-    factors, gains_ER = factorize(w_gate_EDF, options.rank, root_DD, leading_EDJ)
-    shortest_E1 = gains_ER[:, :1] / options.condition
+    before = plain.with_gains(values_ER.clamp(min=1e-6 * float(values_ER.max())).sqrt())
+    others_EDJ = START * plain.columns_EDR[:, :, : min(RANKING_COLUMNS, rank) - 1]
+    leading_EDJ = ranking_columns(x_TD, w_ED, k, others_EDJ)
+    factors, gains_ER = factorize(w_gate_EDF, rank, root_DD, leading_EDJ)
+    # The columns beside them are so short that they hardly change the norms.
+    shortest_E1 = gains_ER[:, :1] / CONDITION
     gains_ER = torch.maximum(gains_ER, shortest_E1)
     gains_ER[:, leading_EDJ.shape[2] :] = shortest_E1
-    return _Candidate("columns", factors.with_gains(gains_ER), gains_ER)
+    return before, factors.with_gains(gains_ER)
 
 
 def _root(x_TD: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.convert.gate import Factors, GateOptions, convert_gate
+from moe_parallel.convert.gate import Factors, convert_gate
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
@@ -94,32 +94,11 @@ def inputs_of(layer: torch.nn.Module, model: Any, batches: Batches) -> torch.Ten
     return torch.cat(seen)
 
 
-@dataclass(frozen=True)
-class RoutingOverlap:
-    """Shares from 0 to 1 over tokens."""
-
-    choices: float  # share of the first layer's choices that the second makes too
-    all_choices: float  # share of tokens for which all choices are the same
-    first_choice: float  # share of tokens whose first choices (largest probs) are the same
-    probs: float  # half the sum of |difference of probs| over the experts: 0 equal, 1 disjoint
-
-
-def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
+def share_of_choices(of: Choices, by: Choices) -> float:
     """The share of the choices `of` one layer that are also made `by` another. Both layers fill
     all K slots."""
-    same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2).double()
-    return RoutingOverlap(
-        choices=float(same_TK.mean()),
-        all_choices=float(same_TK.amin(1).mean()),
-        first_choice=float((of.experts_TK[:, 0] == by.experts_TK[:, 0]).double().mean()),
-        probs=float((_by_expert(of) - _by_expert(by)).abs().sum(1).mean() / 2),
-    )
-
-
-def _by_expert(choices: Choices) -> torch.Tensor:
-    """The probs by expert, 0 for the experts that are not chosen: [T, E]."""
-    empty_TE = torch.zeros_like(choices.scores_TE)
-    return empty_TE.scatter(1, choices.experts_TK, choices.probs_TK.to(empty_TE))
+    same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2)
+    return float(same_TK.double().mean())
 
 
 @dataclass(frozen=True)
@@ -127,15 +106,13 @@ class ConvertedLayer:
     """Measurements of a converted layer on held-out tokens."""
 
     number: int  # counted from 1
-    ranking: str
-    condition: float
-    before: RoutingOverlap  # with the router, for the plain result of the SVD
-    after: RoutingOverlap
+    before: float  # share of the router's choices, for the plain result of the SVD
+    after: float
     gate_error: float  # relative error of x W_g
 
 
 def convert_layers(
-    source: Any, target: Any, calibration: Calibration, k: int, options: GateOptions
+    source: Any, target: Any, calibration: Calibration, k: int, rank: int
 ) -> Iterator[ConvertedLayer]:
     """Convert the weights of `source` into `target`, a GPTModel of autonomous layers, by layer."""
     names = {
@@ -149,7 +126,7 @@ def convert_layers(
         if isinstance(layer.mlp, RoutedLayer):
             mlp = target.decoder.layers[number].mlp
             assert isinstance(mlp, AutonomousLayer)
-            yield _convert_layer(layer.mlp, mlp, target, calibration, k, options)
+            yield _convert_layer(layer.mlp, mlp, target, calibration, k, rank)
 
 
 @torch.no_grad()
@@ -159,32 +136,29 @@ def _convert_layer(
     model: Any,
     calibration: Calibration,
     k: int,
-    options: GateOptions,
+    rank: int,
 ) -> ConvertedLayer:
     assert isinstance(routed.experts, SwiGLUExperts)
     w_gate_EDF, w_p_EDF = routed.experts.w_gate_up_LD2F.unbind(2)
     autonomous.experts.w_p_LDW.copy_(w_p_EDF)
     autonomous.experts.w_out_LWD.copy_(routed.experts.w_out_LFD)
     x_TD = inputs_of(autonomous, model, calibration.fitted)
-    gate = convert_gate(w_gate_EDF, routed.w_router_ED, x_TD, k, options)
+    plain, factors = convert_gate(w_gate_EDF, routed.w_router_ED, x_TD, k, rank)
 
     x_TD = inputs_of(autonomous, model, calibration.held_out)
     routed.eval()
     wanted = _choices(routed, x_TD, calibration.held_out)
 
-    def measured(factors: Factors) -> RoutingOverlap:
+    def measured(factors: Factors) -> float:
         autonomous.w_down_EDR.copy_(factors.columns_EDR)
         autonomous.experts.w_up_LRW.copy_(factors.rows_ERF)
-        return routing_overlap(wanted, _choices(autonomous, x_TD, calibration.held_out))
+        return share_of_choices(wanted, _choices(autonomous, x_TD, calibration.held_out))
 
-    before = measured(gate.before)
     return ConvertedLayer(
         number=routed.layer_number,
-        ranking=gate.ranking,
-        condition=gate.condition,
-        before=before,
-        after=measured(gate.factors),  # last, because these factors stay in the layer
-        gate_error=gate.factors.error(w_gate_EDF.double(), x_TD.double()),
+        before=measured(plain),
+        after=measured(factors),  # last, because these factors stay in the layer
+        gate_error=factors.error(w_gate_EDF.double(), x_TD.double()),
     )
 
 

@@ -38,15 +38,15 @@ class ByteModel:
         counts: N(h, c), int64 [contexts, 256]; 128 MiB for a trigram.
     """
 
-    def __init__(self, pieces: Iterable[np.ndarray], order: int) -> None:
-        """Count the bytes of a text, given as consecutive uint8 arrays, in one pass."""
-        assert order in (1, 2, 3), order
+    def __init__(self, text: np.ndarray, order: int) -> None:
+        """Count the bytes of a text, uint8 [length]."""
+        assert order in (1, 2, 3) and text.dtype == np.uint8, (order, text.dtype)
         self.order = order
-        self.shorter = ByteModel((), order - 1) if order > 1 else None
+        self.shorter = ByteModel(text, order - 1) if order > 1 else None
         self.counts = np.zeros((BYTES ** (order - 1), BYTES), dtype=np.int64)
-        self._last = np.zeros(0, dtype=np.uint8)  # bytes before the next piece
-        for piece in pieces:
-            self._count(piece)
+        counts = self.counts.reshape(-1)
+        for codes in _codes(text, order):
+            counts += np.bincount(codes, minlength=len(counts))
 
     @cached_property
     def followers(self) -> np.ndarray:
@@ -69,16 +69,6 @@ class ByteModel:
         codes = _codes(data, self.order)
         return head - sum(float(np.log2(self._probabilities(chunk)).sum()) for chunk in codes)
 
-    def _count(self, piece: np.ndarray) -> None:
-        assert piece.dtype == np.uint8, piece.dtype
-        if self.shorter is not None:
-            self.shorter._count(piece)
-        data = np.concatenate([self._last, piece])
-        counts = self.counts.reshape(-1)
-        for codes in _codes(data, self.order):
-            counts += np.bincount(codes, minlength=len(counts))
-        self._last = data[max(0, len(data) - (self.order - 1)) :].copy()
-
     def _probabilities(self, codes: np.ndarray) -> np.ndarray:
         """The probabilities of n-grams given as base-256 numbers; the predicted byte is last."""
         if self.shorter is None:
@@ -90,14 +80,6 @@ class ByteModel:
         seen = np.maximum(occurrences + followers, 1)
         mixed = (self.counts[context, byte] + followers * shorter) / seen
         return np.where(occurrences > 0, mixed, shorter)
-
-
-def train_trigram(texts: Iterable[str]) -> ByteModel:
-    """Train a trigram model on the UTF-8 of texts joined without a separator.
-
-    Holds a few megabytes of the texts at a time. Ten megabytes take about a second.
-    """
-    return ByteModel(_pieces(texts), order=3)
 
 
 def held_out_bits_per_byte(trigram: ByteModel, held_out: np.ndarray) -> dict[str, float]:
@@ -130,19 +112,6 @@ def first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
         read += len(text.encode())
         if read >= limit:
             return
-
-
-def _pieces(texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The texts in arrays of about _CHUNK bytes, because counting a short array takes as long."""
-    waiting: list[str] = []
-    length = 0
-    for text in texts:
-        waiting.append(text)
-        length += len(text)
-        if length >= _CHUNK:
-            yield joined(waiting)
-            waiting, length = [], 0
-    yield joined(waiting)
 
 
 def _codes(data: np.ndarray, order: int) -> Iterator[np.ndarray]:

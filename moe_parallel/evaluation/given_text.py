@@ -15,52 +15,29 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import Batch
 
-#: A text file is read by this many characters. The pieces that are cut from them have at most three
-#: times as many.
-TEXT_PIECE = 1 << 20
 
+def documents_of(path: Path) -> Iterator[str]:
+    """The texts of a .jsonl file, under the key `text` of each line; any other file is one text.
 
-def pieces_of(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends after it), piece by piece.
-
-    A .jsonl file has one document per line, under `key`. Any other file is one document, whose
-    pieces end with a line; a longer line is cut before a space between words, and a longer word
-    anywhere. Raises InputError for a file that cannot be read or is not UTF-8.
+    Raises InputError for a file that cannot be read or is not UTF-8.
     """
     if path.suffix == ".jsonl":
-        yield from ((text, True) for text in read_texts(path, key, flag="--text"))
+        yield from read_texts(path, flag="--text")
         return
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rest = ""
-            while block := file.read(TEXT_PIECE):
-                text = rest + block
-                cut = _last_cut(text)
-                yield text[:cut], False
-                rest = text[cut:]
-        yield rest, True
+        yield path.read_bytes().decode()
     except OSError as error:
         raise InputError(f"--text {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise InputError(f"--text {path} is not UTF-8: convert it") from None
 
 
-def _last_cut(text: str) -> int:
-    """Where the last line ends; if there is none, where the last word but one ends."""
-    if cut := text.rfind("\n") + 1:
-        return cut
-    words = text.rsplit(maxsplit=1)
-    return len(words[0]) if len(words) == 2 else len(text)
-
-
 def sequences_of(path: Path, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     """The token ids of a file's documents, each with the end of a document after it, one after
     another, cut into sequences of `length`; the last may be shorter."""
-    ids, begins = [], True
-    for piece, ends in pieces_of(path):
-        ids += tokenizer.beginning if begins else []
-        ids += [*tokenizer.tokenize(piece), *([tokenizer.eod] if ends else [])]
-        begins = ends
+    ids: list[int] = []
+    for text in documents_of(path):
+        ids += [*tokenizer.beginning, *tokenizer.tokenize(text), tokenizer.eod]
         whole = len(ids) // length * length
         yield from (ids[first : first + length] for first in range(0, whole, length))
         ids = ids[whole:]

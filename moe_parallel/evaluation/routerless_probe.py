@@ -36,36 +36,15 @@ class Expert(NamedTuple):
     w_out_FD: torch.Tensor
 
 
-#: (x_TD, expert) -> the activation at a node of the expert, [T, X].
-NodeActivation = Callable[[torch.Tensor, Expert], torch.Tensor]
-
-
-def _gate(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
-    return x_TD @ expert.w_g_DF
-
-
-def _up(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
-    return x_TD @ expert.w_p_DF
-
-
-def _activated(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
-    return F.silu(_gate(x_TD, expert))
-
-
-def _product(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
-    return _activated(x_TD, expert) * _up(x_TD, expert)
-
-
-def _output(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
-    return _product(x_TD, expert) @ expert.w_out_FD
-
+#: From x W_g [T, F], x W_p [T, F] and W_o [F, D] of an expert to the activation at a node, [T, X].
+NodeActivation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 PROBE_NODES: dict[str, NodeActivation] = {
-    "x W_g": _gate,
-    "x W_p": _up,
-    "SiLU(x W_g)": _activated,
-    "SiLU(x W_g) * x W_p": _product,
-    "output": _output,
+    "x W_g": lambda gate, up, w_out: gate,
+    "x W_p": lambda gate, up, w_out: up,
+    "SiLU(x W_g)": lambda gate, up, w_out: F.silu(gate),
+    "SiLU(x W_g) * x W_p": lambda gate, up, w_out: F.silu(gate) * up,
+    "output": lambda gate, up, w_out: (F.silu(gate) * up) @ w_out,
 }
 PROBE_NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
 
@@ -138,9 +117,8 @@ def norms_at(node: NodeActivation, order: float, experts: list[Expert]) -> Score
     inf."""
 
     def scores(x_TD: torch.Tensor) -> torch.Tensor:
-        norms = [
-            torch.linalg.vector_norm(node(x_TD, expert).float(), order, dim=1) for expert in experts
-        ]
+        nodes = [node(x_TD @ each.w_g_DF, x_TD @ each.w_p_DF, each.w_out_FD) for each in experts]
+        norms = [torch.linalg.vector_norm(each.float(), order, dim=1) for each in nodes]
         return torch.stack(norms, dim=1)
 
     return scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluat
 from moe_parallel.evaluation.model import ReadingModel
 from moe_parallel.harness.tasks import (
     PRESETS,
-    Wanted,
     load_tasks,
     require_harness,
     results_of,
@@ -43,36 +42,28 @@ _LAYOUT = (
 )
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What to evaluate, and on what."""
-
-    load: str
-    flags: tuple[str, ...]  # of pretrain_gpt_moe.py
-    wanted: Wanted
-    preset: str | None = None
-    documents: bool = False  # the held-out documents of the run
-    inputs: tuple[str, ...] = ()  # files of JSON lines
-    stride: int | None = None
-    batch_size: int = 8
-    output: str | None = None
-
-
-def evaluate(asked: Evaluation) -> dict[str, Any]:
+def evaluate(asked: Namespace) -> dict[str, Any]:
     """Evaluates, and prints the results on rank 0. Collective over all ranks.
 
-    torch.distributed is initialized, and its groups are not. Returns what --output takes.
+    torch.distributed is initialized, and its groups are not.
 
-    Raises InputError.
+    Args:
+        asked: the flags of tools/evaluate.py, `flags` of pretrain_gpt_moe.py, and `wanted` tasks.
+
+    Returns what --output takes. Raises InputError.
     """
     config = agree(lambda: evaluation_config(asked.flags, asked.load, dist.get_world_size()))
     _check_stride(asked, config)
     _check_layout(asked, config)
-    tasks = _tasks(asked)
+    tasks = None
+    if asked.wanted.tasks:
+        agree(lambda: require_harness("--preset" if asked.preset else "--tasks"))
+        tasks = rank_0_first(lambda: load_tasks(asked.wanted))  # rank 0 downloads what is missing
     tokenizer = agree(lambda: open_tokenizer(config))
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
     domains = rank_0_first(lambda: _domains(asked, config, tokenizer))
-    found: dict[str, Any] = {"load": asked.load, "iteration": agree(lambda: _iteration(asked.load))}
+    record = agree(lambda: read_record(find_checkpoint(Path(asked.load))))
+    found: dict[str, Any] = {"load": asked.load, "iteration": record["training"]["iteration"]}
     if domains:
         with open_model(config) as model:
             losses = _losses(asked, model, tokenizer, domains)
@@ -87,13 +78,7 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
     return found
 
 
-def _iteration(load: str) -> int:
-    """The iteration of the checkpoint. Raises InputError."""
-    iteration: int = read_record(find_checkpoint(Path(load)))["training"]["iteration"]
-    return iteration
-
-
-def _check_stride(asked: Evaluation, config: Config) -> None:
+def _check_stride(asked: Namespace, config: Config) -> None:
     length = config.training.seq_length
     if asked.stride is not None and asked.stride > length:
         raise InputError(
@@ -102,7 +87,7 @@ def _check_stride(asked: Evaluation, config: Config) -> None:
         )
 
 
-def _check_layout(asked: Evaluation, config: Config) -> None:
+def _check_layout(asked: Namespace, config: Config) -> None:
     """Raises InputError for a divided model, which answers no tasks."""
     for name in _LAYOUT if asked.wanted.tasks else ():
         size = getattr(config.parallel, name)
@@ -114,15 +99,7 @@ def _check_layout(asked: Evaluation, config: Config) -> None:
             )
 
 
-def _tasks(asked: Evaluation) -> Any:
-    """The tasks with their data; rank 0 downloads what is missing. None: none is asked for."""
-    if not asked.wanted.tasks:
-        return None
-    agree(lambda: require_harness("--preset" if asked.preset else "--tasks"))
-    return rank_0_first(lambda: load_tasks(asked.wanted))
-
-
-def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+def _domains(asked: Namespace, config: Config, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
     """The documents of each domain, as token ids. Raises InputError for a domain without any."""
     domains: dict[str, list[list[int]]] = {}
     if asked.documents:
@@ -132,7 +109,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
         )  # fmt: skip
         for source in sources:
             domains[source.domain] = list(held_out_documents(source, tokenizer))
-    for file in asked.inputs:
+    for file in asked.input:
         texts = list(read_texts(Path(file)))
         name = Path(file).name if Path(file).stem in domains else Path(file).stem
         domains[name] = [ids for ids in tokenizer.tokenize_all(texts) if ids]
@@ -143,7 +120,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
 
 
 def _losses(
-    asked: Evaluation,
+    asked: Namespace,
     model: ReadingModel,
     tokenizer: Tokenizer,
     domains: dict[str, list[list[int]]],
@@ -166,7 +143,7 @@ def _losses(
     return losses
 
 
-def _harness(asked: Evaluation, config: Config, tasks: Any) -> dict[str, Any]:
+def _harness(asked: Namespace, config: Config, tasks: Any) -> dict[str, Any]:
     from moe_parallel.harness.model import HarnessModel  # needs lm_eval
 
     if asked.preset is not None:

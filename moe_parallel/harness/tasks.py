@@ -177,7 +177,14 @@ def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any] | None:
     random.seed(0)  # as the harness' own command does: tasks shuffle with these generators
     numpy.random.seed(1234)
     tasks = loaded["tasks"]
-    for each in tasks.values():
+    for name, each in tasks.items():
+        documents = min(len(each.eval_docs), wanted.limit or len(each.eval_docs))
+        if documents < model.world_size:
+            raise InputError(
+                f"--tasks {name}: {documents} of its documents are evaluated, and each of the "
+                f"{model.world_size} ranks needs one: start at most {documents} "
+                "(--nproc-per-node), or raise --limit"
+            )
         if each.get_config("num_fewshot") is None:
             each.set_config(key="num_fewshot", value=0)
         each.set_fewshot_seed(seed=1234)

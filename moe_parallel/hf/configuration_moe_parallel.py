@@ -6,13 +6,6 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-#: A norm over all heads needs the outputs of all ranks, as in OLMoE. Each rank then attends to all
-#: heads, and o_proj takes its part of them.
-_ALL_HEADS_TP_PLAN = {
-    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
-
 
 class MoeParallelConfig(PreTrainedConfig):
     """The shape of a model, and how it selects experts in inference.
@@ -25,7 +18,7 @@ class MoeParallelConfig(PreTrainedConfig):
         scores: `router` logits, `norms` of x W_down (Autonomy-of-Experts), or norms of routing
             `neurons` (Union-of-Experts).
         scoring_func: softmax, sigmoid or raw: from scores to the weights of the chosen experts;
-            with the rule threshold, one of OF_VALUES.
+            with the rule threshold, one of GATES.
         norm_topk_prob: normalize these weights over the chosen experts.
         expert_bias: rank by score (norms) or probability (router) plus a bias.
         moe_top_p: p of the rule top_p. moe_top_p_strict: a sum of exactly p is not yet enough.
@@ -47,10 +40,6 @@ class MoeParallelConfig(PreTrainedConfig):
             vector.
         zero_expert_gate: the weights of experts chosen with a zero expert: `keep` them, or
             `renormalize` them without it.
-        router_aux_loss_coef: what the load-balancing loss is multiplied by, if output_router_logits
-            adds it to the loss of labels. None: the model has no such loss.
-        aux_loss_by_sequence: the loss of each sequence, not that of the batch.
-        free_expert_tau: what a free expert counts in the loss.
         qk_norm: RMSNorm of queries and keys, per `head` or over `all` heads. None: there is none.
     """
 
@@ -121,18 +110,12 @@ class MoeParallelConfig(PreTrainedConfig):
     zero_expert_gate: str = "keep"
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
-    router_aux_loss_coef: float | None = None
-    aux_loss_by_sequence: bool = False
-    free_expert_tau: float = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.moe_layers is None:
             self.moe_layers = [True] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        if self.qk_norm == "all":  # config.json does not keep the plan
-            plan = {**self.base_model_tp_plan, **_ALL_HEADS_TP_PLAN}
-            self.base_model_tp_plan = plan  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
     @property

@@ -1,14 +1,14 @@
 """The models of moe_parallel for transformers 5, in inference. They need torch and transformers.
 
-tools/export_hf.py copies this file and configuration_moe_parallel.py next to the weights, for
-`trust_remote_code`. `import moe_parallel.hf` registers the same classes. vLLM's transformers
-backend replaces attention, linear layers and the modules `experts` whose parameters are all
-3-dimensional; the selection stays here.
+tools/export_hf.py copies this file, configuration_moe_parallel.py and, as rules_moe_parallel.py,
+the rules that the training selects experts by next to the weights, for `trust_remote_code`. `import
+moe_parallel.hf` registers the same classes. vLLM's transformers backend replaces attention, linear
+layers and the modules `experts` whose parameters are all 3-dimensional; the selection stays here.
 
 Shape suffixes: B sequences, S tokens of each, T = B * S, E experts, K slots per token, D model
-width, R low-rank size (d_low) or routing neurons of an expert, H router width, G groups of experts,
-M experts of a group, Z free experts, C constant experts, A the two parts of their output, V token
-ids. In scores, E includes the free experts, which come last.
+width, R low-rank size (d_low) or routing neurons of an expert, H router width, Z free experts, C
+constant experts, A the two parts of their output, V token ids. In scores, E includes the free
+experts, which come last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,33 @@ from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_moe_parallel import MoeParallelConfig
+from .rules_moe_parallel import (
+    FIRST_SEGMENT,
+    GATES,
+    NODES,
+    PROBS,
+    FreeChoices,
+    GroupLimit,
+    WithoutZeroExperts,
+    above,
+    greatest,
+    ranked_for_topk,
+    renormalized,
+    shifted,
+    softmax,
+    until_p,
+)
 
 
 class MoeParallelRMSNorm(nn.Module):
@@ -46,66 +67,6 @@ class MoeParallelRMSNorm(nn.Module):
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (self.weight.float() * x).to(hidden_states.dtype)
-
-
-class MoeParallelRotaryEmbedding(nn.Module):
-    """cos and sin of the positions' angles, [B, S, head_dim]."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        super().__init__()
-        assert config.rope_parameters is not None
-        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
-        frequencies = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = frequencies(config)
-        # `original_inv_freq`: transformers then fills both when it loads a model.
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(
-        config: MoeParallelConfig, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, float]:
-        assert config.rope_parameters is not None
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-
-    @torch.no_grad()
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq.float()
-        angles = torch.cat([angles, angles], dim=-1)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, heads, S, head_dim] at its positions; channel i turns with i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(Q K^T * scaling + mask) V, for groups of queries that share a key."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    logits = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        logits = logits + attention_mask
-    weights = logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class MoeParallelAttention(nn.Module):
@@ -144,8 +105,9 @@ class MoeParallelAttention(nn.Module):
                 "the norm of queries and keys spans all heads, and vLLM divides the heads over its "
                 f"ranks: set tensor_parallel_size to 1 instead of {self.q_proj.tp_size}"
             )
-        query = _rotated(self._heads(self.q_proj(hidden_states), self.q_norm), *position_embeddings)
-        key = _rotated(self._heads(self.k_proj(hidden_states), self.k_norm), *position_embeddings)
+        query = self._heads(self.q_proj(hidden_states), self.q_norm)
+        key = self._heads(self.k_proj(hidden_states), self.k_norm)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         value = self._heads(self.v_proj(hidden_states), None)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -174,145 +136,63 @@ class MoeParallelAttention(nn.Module):
         return x.transpose(1, 2)
 
 
-#: From the scores of the chosen experts to weights that sum to 1 over them.
-NORMALIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda scores_TK: scores_TK.softmax(dim=-1),
-    # In logarithms, because every sigmoid rounds to 0 if all scores are far below 0.
-    "sigmoid": lambda scores_TK: F.logsigmoid(scores_TK).softmax(dim=-1),
-}
-#: From the scores of all experts to weights that do not depend on the choice.
-WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda scores_TE: scores_TE.softmax(dim=-1),
-    "sigmoid": torch.sigmoid,
-    "raw": lambda scores_TE: scores_TE,
-}
-
-#: The same for a rule that adds a bias to the scores (then called values) and compares them with a
-#: threshold: from scores, values and whether an expert is chosen, all [T, E].
-OF_VALUES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda scores, values, chosen: scores.softmax(dim=-1),
-    "sigmoid": lambda scores, values, chosen: torch.sigmoid(scores),
-    "sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values),
-    "raw_value": lambda scores, values, chosen: values,
-    "softmax_of_chosen": lambda scores, values, chosen: values.masked_fill(
-        ~chosen, torch.finfo(values.dtype).min
-    ).softmax(dim=-1),
-}
-
 Chosen = tuple[torch.Tensor, torch.Tensor]  # weights (fp32) and experts, both [T, K]
 
 
-def greatest(values: torch.Tensor, k: int, ties: torch.Tensor | None = None) -> torch.Tensor:
-    """The K largest of each row; of equal values the one with the larger `ties`, then the first."""
-    if ties is not None:
-        order = ties.sort(dim=-1, descending=True, stable=True).indices
-        return order.gather(1, greatest(values.gather(1, order), k))
-    return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+def _weighed(config: MoeParallelConfig, scores_TE: torch.Tensor, index_TK: torch.Tensor) -> Chosen:
+    probs = PROBS[config.scoring_func, config.norm_topk_prob]
+    if config.zero_expert_gate == "renormalize":
+        probs = WithoutZeroExperts(probs, config.free_experts, config.zero_experts)
+    return probs(scores_TE, softmax(scores_TE), index_TK), index_TK
 
 
-class TopK:
-    """The experts with the K highest scores, perhaps after a bias, perhaps of the best groups."""
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        self.k, self.groups, self.chosen_groups = (
-            config.num_experts_per_tok, config.n_group, config.topk_group
-        )  # fmt: skip
-        self.weight = WHOLE[config.scoring_func]
-        self.normalized = NORMALIZED[config.scoring_func] if config.norm_topk_prob else None
-        self.by_probability = config.scores == "router"
-
-    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        if bias_E is None and self.groups is None:
-            return self.of(scores_TE, greatest(scores_TE, self.k))
-        ranked_TE, ties_TE = scores_TE, None
-        if self.by_probability:  # which may saturate
-            ranked_TE, ties_TE = self.weight(scores_TE), scores_TE
-        if bias_E is not None:
-            ranked_TE = ranked_TE + bias_E
-        if self.groups is not None:
-            ranked_TE = self._of_best_groups(ranked_TE, scores_TE)
-        return self.of(scores_TE, greatest(ranked_TE, self.k, ties_TE))
-
-    def of(self, scores_TE: torch.Tensor, index_TK: torch.Tensor) -> Chosen:
-        """The weights of given experts."""
-        if self.normalized is not None:
-            return self.normalized(scores_TE.gather(1, index_TK)), index_TK
-        return self.weight(scores_TE).gather(1, index_TK), index_TK
-
-    def _of_best_groups(self, ranked_TE: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
-        """-inf for experts of other groups. A group counts by its best K / topk_group experts."""
-        assert self.groups is not None and self.chosen_groups is not None
-        ranked_TGM, scores_TGM = (x.unflatten(1, (self.groups, -1)) for x in (ranked_TE, scores_TE))
-        value_TG, score_TG = (
-            x.topk(max(1, self.k // self.chosen_groups), dim=2).values.sum(dim=2)
-            for x in (ranked_TGM, scores_TGM)
-        )
-        groups = greatest(value_TG, self.chosen_groups, score_TG)
-        others_TG = torch.ones_like(value_TG, dtype=torch.bool).scatter(1, groups, False)
-        return ranked_TGM.masked_fill(others_TG[..., None], -torch.inf).flatten(1)
+def _topk(
+    config: MoeParallelConfig, scores_TE: torch.Tensor, bias_E: torch.Tensor | None
+) -> Chosen:
+    """The K highest scores, perhaps after a bias, perhaps of the best groups."""
+    k, ranking, groups = config.num_experts_per_tok, None, None
+    if config.scores == "router":
+        ranking = torch.sigmoid if config.scoring_func == "sigmoid" else softmax
+    if config.n_group is not None:
+        assert config.topk_group is not None
+        groups = GroupLimit(config.n_group, config.topk_group)
+    ranked_TE, ties_TE = ranked_for_topk(scores_TE.detach(), k, ranking, bias_E, groups)
+    return _weighed(config, scores_TE, greatest(ranked_TE, k, ties_TE))
 
 
-class TopP:
+def _top_p(
+    config: MoeParallelConfig, scores_TE: torch.Tensor, bias_E: torch.Tensor | None
+) -> Chosen:
     """The most probable experts until their probabilities reach p; other slots have weight 0."""
-
-    ROUNDING = 1e-6  # fp32 probabilities sum to 1 only within it
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        self.p, self.cap = config.moe_top_p, config.num_experts_per_tok
-        self.inclusive = config.moe_top_p_strict or config.moe_top_p == 1
-        self.renormalizes = config.norm_topk_prob
-
-    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        index_TK = greatest(scores_TE, scores_TE.shape[-1])
-        weights_TK = scores_TE.softmax(dim=-1).gather(1, index_TK)
-        before_TK = weights_TK.double().cumsum(dim=-1) - weights_TK.double()
-        if self.inclusive:
-            needed_TK = before_TK <= self.p + self.ROUNDING
-        else:
-            needed_TK = before_TK < self.p - self.ROUNDING
-        needed_TK = needed_TK | (before_TK == 0)  # at least one
-        weights_TK = (weights_TK * needed_TK)[:, : self.cap]
-        if self.renormalizes:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return weights_TK, index_TK[:, : self.cap]
+    index_TE, probs_TE, needed_TE = until_p(
+        scores_TE, softmax(scores_TE), config.moe_top_p, config.moe_top_p_strict
+    )
+    index_TK, probs_TK, needed_TK = (
+        x_TE[:, : config.num_experts_per_tok] for x_TE in (index_TE, probs_TE, needed_TE)
+    )
+    if config.norm_topk_prob:
+        return renormalized(probs_TK, needed_TK), index_TK
+    return probs_TK * needed_TK, index_TK
 
 
-class Threshold:
-    """The experts whose value, score plus bias, is above the threshold.
-
-    Each expert has a slot; those that are not chosen have weight 0.
-    """
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        self.threshold, self.weight = config.threshold, OF_VALUES[config.scoring_func]
-
-    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        assert bias_E is not None
-        values_TE = scores_TE + bias_E
-        chosen_TE = values_TE > self.threshold
-        weights_TE = self.weight(scores_TE, values_TE, chosen_TE)
-        index_E = torch.arange(scores_TE.shape[-1], device=scores_TE.device)
-        return weights_TE * chosen_TE, index_E.expand_as(scores_TE)
+def _threshold(
+    config: MoeParallelConfig, scores_TE: torch.Tensor, bias_E: torch.Tensor | None
+) -> Chosen:
+    """The experts whose score plus bias is above a threshold; the slots of others have weight 0."""
+    chosen_TE, probs_TE, _ = above(scores_TE, bias_E, config.threshold, GATES[config.scoring_func])
+    index_E = torch.arange(scores_TE.shape[1], device=scores_TE.device)
+    return probs_TE * chosen_TE, index_E.expand_as(scores_TE)
 
 
-class ReLU:
+def _relu(
+    config: MoeParallelConfig, scores_TE: torch.Tensor, bias_E: torch.Tensor | None
+) -> Chosen:
     """Every expert with a positive score, which is its weight; other slots have weight 0."""
-
-    def __init__(self, config: MoeParallelConfig) -> None:
-        self.slots = config.num_experts_per_tok
-
-    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
-        index_TK = greatest(scores_TE, self.slots)
-        return F.relu(scores_TE).gather(1, index_TK), index_TK
+    index_TK = greatest(scores_TE, config.num_experts_per_tok)
+    return torch.relu(scores_TE).gather(1, index_TK), index_TK
 
 
-RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {
-    "topk": TopK,
-    "top_p": TopP,
-    "relu": ReLU,
-    "threshold": Threshold,
-    "hash": TopK,  # of what a table has chosen
-}
+RULES = {"topk": _topk, "top_p": _top_p, "relu": _relu, "threshold": _threshold}
 
 
 class Selected(NamedTuple):
@@ -330,8 +210,7 @@ class MoeParallelGate(nn.Module):
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
-        self.choose = RULES[config.rule](config)
-        self.num_experts = config.num_experts
+        self.config, self.num_experts = config, config.num_experts
         self.expert_bias = None  # no buffer, because vLLM loads parameters only
         if config.expert_bias:
             bias_E = torch.zeros(config.num_experts + config.free_experts, dtype=torch.float32)
@@ -362,10 +241,10 @@ class MoeParallelGate(nn.Module):
     def choice(self, scores_TE: torch.Tensor, ids_T: torch.Tensor | None) -> Chosen:
         """By the rule, or by the table."""
         if self.expert_table is None:
-            return self.choose(scores_TE, self.expert_bias)
+            return RULES[self.config.rule](self.config, scores_TE, self.expert_bias)
         assert ids_T is not None, "the model passes no token ids"
         _check_exact(self.expert_table, self.num_experts)
-        return self.choose.of(scores_TE, self.expert_table[ids_T].long())
+        return _weighed(self.config, scores_TE, self.expert_table[ids_T].long())
 
     def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
         """The scores of the experts, [T, E], in fp32."""
@@ -419,14 +298,6 @@ class MoeParallelRouter(MoeParallelGate):
         return F.linear(h_TH, self.router_out.float())
 
 
-#: From x W_g and the activations of routing neurons to what their norm is taken of.
-NORM_NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "activation": lambda gate, activation: activation,
-    "silu": lambda gate, activation: F.silu(gate),
-    "gate": lambda gate, activation: gate,
-}
-
-
 class MoeParallelNeuronGate(MoeParallelGate):
     """Union-of-Experts: the norm of the first neurons of each expert, whose output is kept.
 
@@ -439,7 +310,7 @@ class MoeParallelNeuronGate(MoeParallelGate):
         width = config.num_experts * config.routing_neurons
         self.neurons_in = nn.Parameter(torch.empty(2 * width, config.hidden_size))  # W_g above W_p
         self.neurons_out = nn.Parameter(torch.empty(config.hidden_size, width))
-        self.node, self.weighs_output = NORM_NODES[config.norm_of], config.gate_routing
+        self.node, self.weighs_output = NODES[config.norm_of], config.gate_routing
 
     def forward(
         self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
@@ -457,25 +328,11 @@ class MoeParallelNeuronGate(MoeParallelGate):
         return Selected(scores_TE, weights_TK, index_TK, output_TD=output_TD)
 
 
-GATES = {
+GATES_OF = {
     "router": MoeParallelRouter,
     "norms": MoeParallelNormGate,
     "neurons": MoeParallelNeuronGate,
 }
-
-
-class MoeParallelMLP(nn.Module):
-    """A dense SwiGLU layer: (SiLU(x W_g) * (x W_p)) W_o."""
-
-    def __init__(self, config: MoeParallelConfig, width: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MoeParallelFreeExperts(nn.Module):
@@ -486,11 +343,9 @@ class MoeParallelFreeExperts(nn.Module):
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
-        self.num_experts, self.number = config.num_experts, config.free_experts
-        self.zero_experts = config.zero_experts
-        self.renormalizes = config.zero_expert_gate == "renormalize"
-        self.copies = slice(self.zero_experts, self.zero_experts + config.copy_experts)
-        self.constants = slice(self.copies.stop, self.number)
+        self.choices = FreeChoices(
+            config.num_experts, config.zero_experts, config.copy_experts, config.constant_experts
+        )
         self.w_constant = self.v_constant = None
         if config.constant_experts:
             c, d = config.constant_experts, config.hidden_size
@@ -501,28 +356,14 @@ class MoeParallelFreeExperts(nn.Module):
         self, x_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The choices of the other experts, their weights, and the output of the free ones."""
-        free_TK = index_TK - self.num_experts + 1  # from 1
-        if self.renormalizes:
-            is_zero_TK = (free_TK > 0) & (free_TK <= self.zero_experts)
-            weights_TK = weights_TK.masked_fill(is_zero_TK, 0)
-            sums_T1 = weights_TK.sum(dim=-1, keepdim=True)
-            weights_TK = weights_TK / (sums_T1 + (sums_T1 == 0))
-        weights_TZ = weights_TK.new_zeros(x_TD.shape[0], 1 + self.number)  # 0: others
-        weights_TZ = weights_TZ.scatter_add(1, free_TK.clamp(min=0), weights_TK)[:, 1:]
+        is_free_TK, probs_TZ = self.choices.divided(index_TK, weights_TK)
+        logits_TCA = None
+        if self.w_constant is not None:
+            logits_TCA = torch.einsum("td,cad->tca", x_TD.float(), self.w_constant.float())
+        output_TD = self.choices.output(x_TD, probs_TZ, logits_TCA, self.v_constant)
         # Kernels want an expert in each slot, so a free choice becomes any of them with weight 0.
-        others_TK = weights_TK.masked_fill(free_TK > 0, 0)
-        return index_TK % self.num_experts, others_TK, self._output(x_TD, weights_TZ)
-
-    def _output(self, x_TD: torch.Tensor, weights_TZ: torch.Tensor) -> torch.Tensor:
-        share_T = weights_TZ[:, self.copies].sum(dim=-1)  # of x
-        if self.w_constant is None or self.v_constant is None:
-            return (x_TD * share_T[:, None]).to(x_TD.dtype)
-        logits_TCA = torch.einsum("td,cad->tca", x_TD.float(), self.w_constant.float())
-        weights_TC = weights_TZ[:, self.constants]
-        of_x_TC, of_v_TC = (weights_TC[..., None] * logits_TCA.softmax(dim=-1)).unbind(-1)
-        share_T = share_T + of_x_TC.sum(dim=-1)
-        constant_TD = of_v_TC.to(self.v_constant.dtype) @ self.v_constant
-        return (x_TD * share_T[:, None] + constant_TD).to(x_TD.dtype)
+        others_TK = weights_TK.masked_fill(is_free_TK, 0)
+        return index_TK % self.choices.num_experts, others_TK, output_TD
 
 
 class MoeParallelLowRankExperts(nn.Module):
@@ -579,6 +420,10 @@ class MoeParallelMergedExperts(nn.Module):
         self, prompt: torch.Tensor, is_token_BS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The merged expert of each prompt [B, S, D], by the mean of its tokens."""
+        return self._merged(self._weights(prompt, is_token_BS))
+
+    def _weights(self, prompt: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
+        """[B, E]"""
         counts_BS = torch.ones_like(prompt[..., 0], dtype=torch.float32)
         if is_token_BS is not None:
             counts_BS = is_token_BS.to(counts_BS)
@@ -586,7 +431,7 @@ class MoeParallelMergedExperts(nn.Module):
             counts_BS = counts_BS * (counts_BS.cumsum(dim=1) <= self.config.prefix_length)
         mean_BD = (prompt.float() * counts_BS[..., None]).sum(dim=1)
         mean_BD = mean_BD / counts_BS.sum(dim=1, keepdim=True)
-        return self._merged(F.linear(mean_BD, self.router_out.float()).softmax(dim=-1))
+        return F.linear(mean_BD, self.router_out.float()).softmax(dim=-1)
 
     def _merged(self, e_BE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, down = (
@@ -605,20 +450,16 @@ class MoeParallelMergedExperts(nn.Module):
     def by_segments(self, x_BSD: torch.Tensor, is_token_BS: torch.Tensor | None) -> torch.Tensor:
         """[B, S, D], each segment through the merge of the one before it."""
         assert self.config.segment_length is not None
+        first = FIRST_SEGMENT["uniform" if self.config.uniform_first_segment else "own"]
         y_BSD = torch.zeros_like(x_BSD)
         for row, x_SD in enumerate(x_BSD):
             places = torch.arange(len(x_SD), device=x_SD.device)
             if is_token_BS is not None:
                 places = places[is_token_BS[row].bool()]
-            before = None
-            for segment in places.split(self.config.segment_length):
-                if before is None and self.config.uniform_first_segment:
-                    e_BE = self.router_out.new_full((1, len(self.router_out)), 1.0).float()
-                    merged = self._merged(e_BE / e_BE.sum())
-                else:
-                    merged = self.merge(x_SD[None, segment if before is None else before], None)
-                y_BSD[row, segment] = self(x_SD[None, segment], merged)[0]
-                before = segment
+            segments = places.split(self.config.segment_length)
+            e_GBE = torch.stack([self._weights(x_SD[None, each], None) for each in segments])
+            for segment, e_BE in zip(segments, shifted(e_GBE, first), strict=True):
+                y_BSD[row, segment] = self(x_SD[None, segment], self._merged(e_BE))[0]
         return y_BSD
 
 
@@ -654,11 +495,11 @@ class MoeParallelSparseBlock(nn.Module):
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
         low_rank = config.low_rank_size is not None and not config.folded
-        self.gate = GATES[config.scores](config)
+        self.gate = GATES_OF[config.scores](config)
         self.free_experts = MoeParallelFreeExperts(config) if config.free_experts else None
         self.experts = (MoeParallelLowRankExperts if low_rank else MoeParallelExperts)(config)
         width = config.shared_expert_intermediate_size
-        self.shared_expert = None if width is None else MoeParallelMLP(config, width)
+        self.shared_expert = None if width is None else Qwen2MoeMLP(config, width)
         self.shared_expert_gate = None
         if config.shared_expert_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
@@ -696,7 +537,7 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = MoeParallelRMSNorm(config.hidden_size, config.rms_norm_eps)
         assert config.moe_layers is not None
         if not config.moe_layers[layer_idx]:
-            self.mlp: nn.Module = MoeParallelMLP(config, config.intermediate_size)
+            self.mlp: nn.Module = Qwen2MoeMLP(config, config.intermediate_size)
         elif config.rule == "merge":
             self.mlp = MoeParallelMergedExperts(config)
         else:
@@ -801,7 +642,7 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             [MoeParallelDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
         )
         self.norm = MoeParallelRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = MoeParallelRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -920,51 +761,14 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
-        aux_loss = None
-        if outputs.router_logits and self.config.router_aux_loss_coef is not None:
-            b, s, _ = outputs.last_hidden_state.shape
-            aux_loss = self._load_balancing_loss(outputs.router_logits, b, s, attention_mask)
-            if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return MoeCausalLMOutputWithPast(
             loss=loss,
-            aux_loss=aux_loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
-
-    def _load_balancing_loss(
-        self, router_logits: tuple[torch.Tensor, ...], b: int, s: int, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The sum over layers of E sum_i f_i P_i, with E the number of scores, as in training.
-
-        f_i: the share of the tokens that chose expert i, without gradient. P_i: the mean
-        probability of expert i. They are of the batch, or of each sequence and then a mean of the
-        losses. Padding does not count; a free expert counts free_expert_tau.
-        """
-        counts_BS1 = router_logits[0].new_ones(b, s, 1)
-        if mask is not None and mask.dim() == 2:
-            counts_BS1 = mask[:, -s:, None].to(counts_BS1)
-        over = (1,) if self.config.aux_loss_by_sequence else (0, 1)
-        tokens = counts_BS1.sum(over).clamp(min=1)
-        mlps = [layer.mlp for layer in self.model.layers]
-        gates = [mlp.gate for mlp in mlps if isinstance(mlp, MoeParallelSparseBlock)]
-        losses = []
-        for gate, scores_TE in zip(gates, router_logits, strict=True):
-            with torch.no_grad():
-                weights_TK, index_TK = gate.choice(scores_TE, None)
-                is_chosen_TK = (weights_TK != 0).to(scores_TE.dtype)
-                f_TE = torch.zeros_like(scores_TE).scatter_(1, index_TK, is_chosen_TK)
-            p_TE = NORMALIZED[self.config.scoring_func](scores_TE)
-            if self.config.free_experts:
-                tau_TZ = p_TE[:, gate.num_experts :] * self.config.free_expert_tau
-                p_TE = torch.cat([p_TE[:, : gate.num_experts], tau_TZ], dim=1)
-            f, p = ((x.view(b, s, -1) * counts_BS1).sum(over) / tokens for x in (f_TE, p_TE))
-            losses.append(f.shape[-1] * (f * p).sum(dim=-1).mean().to(counts_BS1.device))
-        return torch.stack(losses).sum()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_parallel.config import Config
-from moe_parallel.huggingface.own_model import ARCHITECTURE, EARLIER_TOKENS, exported_layer
-from moe_parallel.huggingface.tensors import folded_width, routing_neurons
+from moe_parallel.huggingface.own_model import ARCHITECTURE
+from moe_parallel.huggingface.tensors import folded_width
+from moe_parallel.systems import LoryPrefixSelection, LorySelection
+from moe_parallel.systems.expert_choice import ExpertsChoose
 from moe_parallel.telemetry.metrics import MetricsLine
 
 
@@ -25,7 +27,14 @@ class Facts:
     folded: bool
     has_tokenizer: bool
     adds_special_tokens: bool  # the tokenizer, to each text, unless it is told not to
-    left_out: Sequence[str] = ()  # fields of special tokens that its vocabulary lacks
+
+
+EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
+EXPERTS_CHOSE = (
+    "In training each expert chose among all tokens of a micro-batch, later ones too, so the "
+    "training loss is not the likelihood of the text. Here each token chooses its experts, as in "
+    "the run's evaluations, and its output depends on this token and earlier ones."
+)
 
 
 def export_notes(config: Config) -> list[str]:
@@ -33,10 +42,12 @@ def export_notes(config: Config) -> list[str]:
 
     Sentences for the user; none is specific to a format.
     """
+    selection: Any = config.selection
     if config.moe.num_experts is None:
         return [EARLIER_TOKENS]
-    selection, layer = config.selection, exported_layer(config)
-    found = [layer.depends_on(config)]
+    if isinstance(selection, LorySelection | LoryPrefixSelection):
+        return _notes_of_lory(selection)
+    found = [EXPERTS_CHOSE if isinstance(selection, ExpertsChoose) else EARLIER_TOKENS]
     if selection.reads_token_ids:
         found.append(
             "The ids of the tokens choose the experts, so the model needs input_ids and refuses "
@@ -47,7 +58,36 @@ def export_notes(config: Config) -> list[str]:
             "The run had a capacity: an expert that was full dropped tokens, in evaluations too. "
             "Here none is dropped, so outputs and losses may differ from the run's."
         )
-    return found + layer.differs(config)
+    if getattr(selection, "screening", 0):
+        found.append(
+            "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
+            "differ from the run's."
+        )
+    return found
+
+
+def _notes_of_lory(selection: Any) -> list[str]:
+    by_prefix, length = isinstance(selection, LoryPrefixSelection), selection.lory_segment_length
+    by = f"first {length} tokens of the prompt" if by_prefix else "prompt"
+    found = [
+        f"The mean of the {by} merges the experts, once in each layer, for the prompt and all that "
+        "is generated. In the prompt a token's output therefore depends on later tokens too. A "
+        "loss over a text that is given at once is not its likelihood; use the run's own "
+        "evaluation."
+    ]
+    if by_prefix:
+        found.append(
+            f"If a prompt has fewer than {length} tokens, tools/generate.py merges anew for each "
+            "token, as this model does without a cache (use_cache=False). With one the mean of the "
+            "prompt stays, so such a text may differ."
+        )
+    elif selection.lory_inference != "prompt":
+        found.append(
+            "The run's evaluations merge the experts anew for each segment, as this model does "
+            "without a cache (use_cache=False). With one they are merged once, as in the run's "
+            "generation."
+        )
+    return found
 
 
 def model_card(config: Config, facts: Facts) -> str:
@@ -86,45 +126,25 @@ def _model_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
     model, selection = config.model, config.selection
     rows = [
         ("parameters", f"{facts.parameters:,}, {facts.dtype}"),
-        ("layers, width, heads", f"{model.num_layers}, {model.hidden_size}, "
-         f"{model.num_attention_heads} ({model.query_groups} for keys and values)"),
+        ("layers, width", f"{model.num_layers}, {model.hidden_size}"),
         ("context", f"{config.training.seq_length:,} tokens"),
-    ]  # fmt: skip
+    ]
     if config.moe.num_experts is not None:
         chosen = selection.choices_per_token
+        gate = f"; W_g multiplied out, of width {folded_width(config)}" if facts.folded else ""
         rows += [
             ("selection of experts", f"`{selection.system}`"),
-            ("experts of a layer", f"{config.num_experts}, of width {config.expert_width}"),
+            ("experts of a layer", f"{config.num_experts}, of width {config.expert_width}{gate}"),
             ("experts of a token", "varies" if chosen is None else str(chosen)),
-            ("layers with experts", f"{sum(config.moe_layers)} of {model.num_layers}"),
         ]
-        rows += [*_low_rank(config, facts), *_beside(config)]
-    rows += [
-        ("trained for", f"{facts.training['iteration']:,} iterations, "
-         f"{facts.training['consumed_tokens']:,} tokens"),
-        ("global batch", f"{config.training.global_batch_size} sequences"),
-        ("learning rate", f"{config.optimizer.lr:g}"),
-    ]  # fmt: skip
-    return rows
-
-
-def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
-    for flag, size in config.selection.low_rank_sizes:
-        how = "W_g = W_down W_up"
-        if facts.folded:
-            how += f" is multiplied out, and stored with a width of {folded_width(config)}"
-        yield flag.removeprefix("--").replace("-", " "), f"{size}, {how}"
-
-
-def _beside(config: Config) -> Iterable[tuple[str, str]]:
-    """What a layer has besides the experts that tokens are dispatched to."""
-    selection = config.selection
-    if neurons := routing_neurons(config):
-        yield "routing neurons", f"{neurons} of each expert, which compute every token"
-    if selection.free_experts:
-        kinds = selection.free_kinds._asdict()
-        numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-        yield "free experts", f"{numbers}; they count among the experts of a token"
+    trained = facts.training
+    return [
+        *rows,
+        (
+            "trained for",
+            f"{trained['iteration']:,} iterations, {trained['consumed_tokens']:,} tokens",
+        ),
+    ]
 
 
 def _evaluation(facts: Facts) -> list[str]:
@@ -182,10 +202,5 @@ def _use(facts: Facts) -> list[str]:
         lines.append(
             "The tokenizer adds special tokens that the texts of the training did not have, unless "
             "it is told not to, as above."
-        )
-    if facts.left_out:
-        lines.append(
-            f"The original folder named tokens as {', '.join(facts.left_out)} that are not in the "
-            "vocabulary. They are left out."
         )
     return lines

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from moe_parallel.collective_errors import StorageError, one_line
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.config import Config
-from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import GENERATION_FILE, Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, export_notes, model_card
@@ -24,6 +23,7 @@ from moe_parallel.huggingface.tokenizer import write_tokenizer
 from moe_parallel.huggingface.weights import (
     Written,
     checked_entries,
+    new_folder,
     tensors_of,
     write_safetensors,
 )
@@ -96,26 +96,31 @@ def export(
     Raises InputError for a system or an option without an exported form, a checkpoint that is
     damaged or not of its config.yaml, and a folder that exists or cannot be written.
     """
-    family = _family(source.config, options)
+    config, size = source.config, source.vocab_size
+    family = _family(config, options)
     architecture = ARCHITECTURE if family is None else family.architecture
-    steps = _steps(source, options, family)
-    with _readable(source.checkpoint):
-        record, entries = _checked(source.checkpoint, steps)
-        with _new_folder(output) as folder:
+    if family is None:
+        fields = own_config_json(config, size, fold=options.fold)
+        fields["pad_token_id"] = source.tokenizer.eod
+        steps = own_steps(config, size, fold=options.fold)
+    else:
+        fields = fields_of(family, config, size)
+        steps = plain_steps(family.places(config, size))
+    with readable(source.checkpoint):
+        record, entries = checked(source.checkpoint, steps)
+        with new_folder(output) as folder:
             tokenizer = write_tokenizer(source.tokenizer, source.config.positions, folder)
             written = write_safetensors(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
                 options.file_bytes, advance,
             )  # fmt: skip
-            _write_json(
-                folder / "config.json",
-                _config_json(source, options, family, written.dtype, tokenizer.ids),
-            )
+            fields |= tokenizer.ids | {"dtype": written.dtype}
+            _write_json(folder / "config.json", fields)
             _write_json(folder / GENERATION_FILE, tokenizer.generation)
             if family is None:
                 # copyfile would name these files, and not the new ones, if the disk is full.
-                for code in (Path(__file__).parents[1] / "hf").glob(CODE):
-                    (folder / code.name).write_bytes(code.read_bytes())
+                for name, code in CODE.items():
+                    (folder / name).write_bytes(code.read_bytes())
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,
@@ -126,7 +131,6 @@ def export(
                 folded=options.fold,
                 has_tokenizer=tokenizer.opens,
                 adds_special_tokens=tokenizer.adds_special_tokens,
-                left_out=tokenizer.left_out,
             )
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
     return Exported(architecture, written, export_notes(source.config))
@@ -147,8 +151,8 @@ def model_in_memory(source: ExportSource, dtype: str = "float32") -> Any:
     config, size = source.config, source.vocab_size
     fields = own_config_json(config, size, fold=False) | {"pad_token_id": source.tokenizer.eod}
     steps = own_steps(config, size, fold=False)
-    with _readable(source.checkpoint):
-        _, entries = _checked(source.checkpoint, steps)
+    with readable(source.checkpoint):
+        _, entries = checked(source.checkpoint, steps)
         weights = dict(tensors_of(steps, source.checkpoint, entries, DTYPES[dtype]))
     model, found = hf.MoeParallelForCausalLM.from_pretrained(
         None,
@@ -162,14 +166,15 @@ def model_in_memory(source: ExportSource, dtype: str = "float32") -> Any:
 
 
 @contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Raises InputError, with the name of the checkpoint, where one cannot be read."""
     try:
         yield
     except StorageError as error:
         raise InputError(f"--load {checkpoint}: {error}") from error
 
 
-def _checked(checkpoint: Path, steps: Sequence[Step]) -> tuple[dict[str, Any], Entries]:
+def checked(checkpoint: Path, steps: Sequence[Step]) -> tuple[dict[str, Any], Entries]:
     """The checkpoint's record, and the entries of its tensors, whose files are not damaged."""
     record = read_record(checkpoint)
     check_content(checkpoint, record["files"], slice(None))
@@ -201,28 +206,6 @@ def _family(config: Config, options: ExportOptions) -> Family | None:
     return None
 
 
-def _steps(source: ExportSource, options: ExportOptions, family: Family | None) -> list[Step]:
-    config, size = source.config, source.vocab_size
-    if family is not None:
-        return plain_steps(family.places(config, size))
-    own_config_json(config, size, fold=options.fold)  # raises InputError before the long work
-    return own_steps(config, size, fold=options.fold)
-
-
-def _config_json(
-    source: ExportSource,
-    options: ExportOptions,
-    family: Family | None,
-    dtype: str,
-    ids: dict[str, Any],
-) -> dict[str, Any]:
-    config, size = source.config, source.vocab_size
-    if family is not None:
-        return fields_of(family, config, size, dtype=dtype, **ids)
-    fields = own_config_json(config, size, fold=options.fold)
-    return fields | ids | {"dtype": dtype, "pad_token_id": source.tokenizer.eod}
-
-
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -237,23 +220,3 @@ def _validation(checkpoint: Path, iteration: int) -> MetricsLine | None:
         if record.get("iteration") == iteration and "validation" in record:
             found = record["validation"]
     return found
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `output` if the block succeeds, and is removed otherwise."""
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise InputError(f"--output {output} already exists: name a new folder")
-    lock = output.with_name(f".{output.name}.lock")
-    try:
-        with locked(lock):
-            try:
-                with atomic_folder(output) as folder:
-                    yield folder
-            finally:
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output {output} cannot be written ({one_line(error)}): name a folder on a disk "
-            "with room"
-        ) from error

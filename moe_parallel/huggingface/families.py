@@ -6,7 +6,7 @@ both ways. Nothing here needs transformers, a model, or a world.
     family = family_of_folder(fields)             # import
     config = make_config(options_of(family, fields))
 
-    config_json = fields_of(family, config, vocab_size, dtype="bfloat16", eos_token_id=2)   # export
+    config_json = fields_of(family, config, vocab_size)             # export
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ from moe_parallel.systems import TopKSelection
 
 #: Stands for "the field must be there".
 NEEDED = object()
+_KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    dict: "an object",
+}
 
 
 @dataclass(frozen=True)
@@ -38,50 +45,34 @@ class Fields:
     file: Path
     values: Mapping[str, Any]
 
+    def get(self, name: str, kind: type, default: Any = NEEDED, least: int | None = None) -> Any:
+        """A value of this type; an integer counts as a float."""
+        value: Any = self.values.get(name)
+        if value is None:
+            if default is NEEDED:
+                raise InputError(
+                    f"{self.file}: it has no {name}: take the model's own {self.file.name}"
+                )
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        too_small = least is not None and type(value) is int and value < least
+        if type(value) is not kind or too_small:
+            raise self.wrong(name, _KINDS[kind] + (f" of at least {least}" * (least is not None)))
+        return value
+
     def integer(self, *names: str, default: Any = NEEDED, least: int = 1) -> Any:
         """An integer of at least `least`: the first of `names` that is there."""
-        name, value = self._first(names, default)
-        if value is default:
-            return default
-        if type(value) is not int or value < least:
-            raise self.wrong(name, f"an integer of at least {least}")
-        return value
-
-    def number(self, name: str, default: Any = NEEDED) -> float:
-        """A number."""
-        _, value = self._first((name,), default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a number")
-        return float(value)
-
-    def truth(self, name: str, default: bool) -> bool:
-        """true or false."""
-        _, value = self._first((name,), default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str | None:
-        """A text."""
-        _, value = self._first((name,), default)
-        if not isinstance(value, str | None):
-            raise self.wrong(name, "a text")
-        return value
+        there = [name for name in names if self.values.get(name) is not None]
+        return self.get((there or names)[0], int, default, least)
 
     def integers(self, name: str) -> list[int]:
         """A list of integers; [] if it is absent. One integer counts as a list of it."""
-        _, value = self._first((name,), [])
-        several = value if isinstance(value, list) else [value]
+        value = self.values.get(name)
+        several = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int for each in several):
             raise self.wrong(name, "a list of integers")
         return several
-
-    def part(self, name: str) -> Fields:
-        """A field that has fields itself; an absent one has none."""
-        _, value = self._first((name,), {})
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return Fields(self.file, value)
 
     def refuse(self, name: str, accepted: tuple[Any, ...], why: str) -> None:
         """Raise InputError unless the field is absent or one of `accepted`."""
@@ -94,14 +85,6 @@ class Fields:
         return InputError(
             f"{self.file}: {name} is {shown(self.values.get(name))}: it must be {expected}"
         )
-
-    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        for name in names:
-            if self.values.get(name) is not None:
-                return name, self.values[name]
-        if default is NEEDED:
-            raise InputError(f"{self.file}: it has no {names[0]}: take the model's own config.json")
-        return names[0], default
 
 
 def read_fields(file: Path) -> Fields:
@@ -267,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
 def family_of_folder(fields: Fields) -> Family:
     """The family that a config.json names. Raises InputError for another one."""
     known = ", ".join(family.model_type for family in FAMILIES)
-    model_type = fields.text("model_type")
+    model_type = fields.get("model_type", str, None)
     if model_type is None:
         raise InputError(f"{fields.file}: it has no model_type: it must be one of {known}")
     for family in FAMILIES:
@@ -323,17 +306,17 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
         "qk_layernorm_all_heads": family.qk_layernorm_all_heads,
         "add_qkv_bias": _qkv_bias(family, fields),
         "ffn_hidden_size": fields.integer("intermediate_size"),
-        "norm_epsilon": fields.number("rms_norm_eps", family.norm_epsilon),
+        "norm_epsilon": fields.get("rms_norm_eps", float, family.norm_epsilon),
         **_rope(family, fields),
-        "untie_embeddings_and_output_weights": not fields.truth("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", bool, False),
         # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
         "make_vocab_size_divisible_by": math.gcd(vocab_size, 128),
         "vocab_size": vocab_size,
         "seq_length": length,
         "max_position_embeddings": length,
-        "bf16": fields.text("dtype", fields.text("torch_dtype")) == "bfloat16",
+        "bf16": fields.get("dtype", str, fields.get("torch_dtype", str, None)) == "bfloat16",
     }
-    std = fields.number("initializer_range", 0.02)
+    std = fields.get("initializer_range", float, 0.02)
     if std > 0:
         options["init_method_std"] = std
     if family.experts is not None:
@@ -341,21 +324,10 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
     return options
 
 
-def fields_of(
-    family: Family,
-    config: Config,
-    vocab_size: int,
-    *,
-    dtype: str = "float32",
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-) -> dict[str, Any]:
-    """The config.json of a model of ours that `family` computes.
+def fields_of(family: Family, config: Config, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a model of ours that `family` computes, without dtype and tokens.
 
-    Args:
-        vocab_size: of the tensors that are written, without our padding.
-        dtype: of the tensors that are written, by torch's name.
-        bos_token_id, eos_token_id: of the tokenizer; several tokens may end a text.
+    `vocab_size`: of the tensors that are written, without our padding.
     """
     model = config.model
     fields: dict[str, Any] = {
@@ -375,10 +347,7 @@ def fields_of(
         **rope_fields(model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
         "pad_token_id": None,
-        "dtype": dtype,
     }
     if family.head_width:
         fields["head_dim"] = model.head_width
@@ -401,30 +370,31 @@ def _head_width(family: Family, fields: Fields) -> int | None:
 def _qkv_bias(family: Family, fields: Fields) -> bool:
     default = family.qkv_bias[0]
     field = family.qkv_bias_field
-    return default if field is None else fields.truth(field, default)
+    return default if field is None else fields.get(field, bool, default)
 
 
 def _rope(family: Family, fields: Fields) -> dict[str, Any]:
     """The options of RoPE. A rope_scaling that is not empty wins over rope_parameters."""
-    rope = fields.part("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    scaling = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    rope = Fields(fields.file, fields.get(scaling, dict, {}))
     for name in ("rope_type", "type"):
         rope.refuse(name, ("default", "llama3"), "only default and llama3 are known")
     rope.refuse("partial_rotary_factor", (1, 1.0), "every channel of a head must be turned")
-    theta = rope.number("rope_theta", fields.number("rope_theta", family.rope_theta))
+    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, family.rope_theta))
     if theta < 1 or theta != int(theta):
         raise InputError(f"{fields.file}: rope_theta is {theta}: it must be a whole number")
     options: dict[str, Any] = {"rotary_base": int(theta)}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if rope.text("rope_type", rope.text("type")) == "llama3":
+    if rope.get("rope_type", str, rope.get("type", str, None)) == "llama3":
         # As in transformers: a field of config.json itself wins, and max_position_embeddings stands
         # in for a missing one.
         length = "original_max_position_embeddings"
         given = {name: value for name, value in fields.values.items() if name == length}
         rope = Fields(fields.file, {length: _positions(fields)} | {**rope.values} | given)
         for name, value in _LLAMA3.items():
-            rope.number(name)
+            rope.get(name, float)
             rope.refuse(name, (value,), f"only {value} is known")
-        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", float)}
         known |= {"factor", *_LLAMA3}
     for name in sorted(rope.values.keys() - known):
         raise rope.wrong(name, "absent: it is not known")
@@ -451,7 +421,7 @@ def _length(family: Family, fields: Fields) -> int:
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise fields.wrong("layer_types", "of full_attention and sliding_attention")
     windows = [_positions(fields), fields.integer("attention_chunk_size", default=None)]
-    if not family.may_slide or fields.truth("use_sliding_window", False):
+    if not family.may_slide or fields.get("use_sliding_window", bool, False):
         by_default = 4096 if family.may_slide and "sliding_window" not in fields.values else None
         windows.append(fields.integer("sliding_window", default=by_default))
     return min(window for window in windows if window is not None)
@@ -461,7 +431,7 @@ def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
     k = fields.integer("num_experts_per_tok")
     normed = experts.renormalizes
     if normed is None:
-        normed = fields.truth("norm_topk_prob", False)
+        normed = fields.get("norm_topk_prob", bool, False)
     if k == 1 and normed:
         raise InputError(
             f"{fields.file}: num_experts_per_tok is 1 and its probability is renormalized to 1, "
@@ -473,10 +443,10 @@ def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
         "moe_ffn_hidden_size": fields.integer(experts.width),
         "moe_router_topk": k,
         "moe_router_pre_softmax": not normed,
-        "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", experts.aux_loss_coeff),
+        "moe_aux_loss_coeff": fields.get("router_aux_loss_coef", float, experts.aux_loss_coeff),
     }
     if experts.jitter:
-        options["moe_input_jitter_eps"] = fields.number("router_jitter_noise", 0.0)
+        options["moe_input_jitter_eps"] = fields.get("router_jitter_noise", float, 0.0)
     if experts.dense_layers:
         options["moe_layer_freq"] = _layer_freq(fields, layers)
     if experts.shared:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from moe_parallel.collective_errors import one_line
-from moe_parallel.config import Config, make_config, read_command_line, validate
-from moe_parallel.data.atomic_files import atomic_folder, locked
+from moe_parallel.config import Config, make_config, read_command_line, read_yaml, validate
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.families import (
-    Family,
-    Fields,
-    family_of_folder,
-    options_of,
-    read_fields,
-)
+from moe_parallel.huggingface.families import family_of_folder, options_of, read_fields
 from moe_parallel.huggingface.tensors import TensorPlace
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
-from moe_parallel.huggingface.weights import TensorFolder
+from moe_parallel.huggingface.weights import TensorFolder, new_folder
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.tensors import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
@@ -39,10 +29,30 @@ class CheckedImport:
     """An import whose configuration and tokenizer have been checked."""
 
     folder: Path
-    family: Family
+    architecture: str
+    places: Callable[[], Iterator[TensorPlace]]  # of all tensors of the model
     config: Config
     vocab_size: int
     tokenizer: Tokenizer
+
+
+class StoredModel(Protocol):
+    """The tensors of another library's model."""
+
+    not_finite: set[str]  # of the tensors that were read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the model."""
+
+    def check(self, places: Iterator[TensorPlace]) -> None:
+        """Raises InputError for the first tensor that is missing or not as the model needs it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU. Raises InputError."""
 
 
 @dataclass(frozen=True)
@@ -76,90 +86,111 @@ def plan_import(
             f"its model is a plain {family.architecture}, add --trust-remote-code"
         )
     options = options_of(family, fields)
+    vocab_size: int = fields.integer("vocab_size")
+    config = config_of(options, flags, fields.file, vocab_size)
+    return CheckedImport(
+        folder,
+        family.architecture,
+        lambda: family.places(config, vocab_size),
+        config,
+        vocab_size,
+        tokenizer_of_folder(folder, fields, config.data),
+    )
+
+
+def config_of(
+    options: dict[str, Any], flags: Sequence[str], source: Path | None, vocab_size: int
+) -> Config:
+    """The configuration of an imported model, as flags of training change it.
+
+    `source`: the file of all options of the model, which the flags may not change. None: the flags,
+    or the file of --config, give those that `options` lacks.
+
+    Raises InputError.
+    """
     line = read_command_line(flags)
-    if line.file is not None:
-        raise InputError("--config names a file, but config.json has the model: leave it out")
     for name in ("load", "save"):
         if name in line.given:
             raise InputError(f"--{name} is for training: --input and --output name the folders")
-    config, _ = line.over(options, str(fields.file))
-    vocab_size: int = fields.integer("vocab_size")
-    _check_unchanged(fields, make_config(options), config, vocab_size)
+    if source is None:
+        more = {} if line.file is None else read_yaml(line.file)
+        config, _ = line.over(options | more, f"--config {line.file}")
+    elif line.file is not None:
+        raise InputError(f"--config names a file, but {source.name} has the model: leave it out")
+    else:
+        config, _ = line.over(options, str(source))
+        _check_unchanged(source, make_config(options), config, vocab_size)
+    if config.data.vocab_size != vocab_size:
+        raise InputError(
+            f"--vocab-size is {config.data.vocab_size}, but {vocab_size} in "
+            f"{source or 'the embedding'}: leave it out"
+        )
     config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
     validate(on_one_process(config), world_size=1)
-    return CheckedImport(
-        folder, family, config, vocab_size, tokenizer_of_folder(folder, fields, config.data)
-    )
+    return config
 
 
 def import_folder(
     plan: CheckedImport, output: Path, advance: Callable[[int], object] = lambda _: None
 ) -> Imported:
+    """Write the run folder `output`, as `import_tensors` does. Raises InputError."""
+    with TensorFolder(plan.folder) as tensors:
+        return import_tensors(plan, tensors, output, advance)
+
+
+def import_tensors(
+    plan: CheckedImport,
+    tensors: StoredModel,
+    output: Path,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Imported:
     """Write the run folder `output`, which appears under this name when it is complete.
 
     `advance` is called with the size in bytes of each part that was read. Raises InputError.
     """
-    _check_new(output)
-    with TensorFolder(plan.folder) as tensors:
-        tensors.check(plan.family.places(plan.config, plan.vocab_size))
-        dtypes = _dtypes(plan, tensors)
-        with _published(output, tensors) as building:
-            write_run_files(building, plan.config, plan.tokenizer)
-            checkpoint = write_weights(
-                CheckpointFolder(building),
-                _parts(plan, tensors, dtypes, advance),
-                fingerprint(plan.config, plan.vocab_size, plan.tokenizer),
-                stored_files(building, plan.config),
-            )
-    sizes = [
-        math.prod(shape)
-        for place in plan.family.places(plan.config, plan.vocab_size)
-        for shape in place.shapes
-    ]
+    tensors.check(plan.places())
+    dtypes = _dtypes(plan, tensors)
+    with new_folder(output, tensors.nbytes) as building:
+        write_run_files(building, plan.config, plan.tokenizer)
+        checkpoint = write_weights(
+            CheckpointFolder(building),
+            _parts(plan, tensors, dtypes, advance),
+            fingerprint(plan.config, plan.vocab_size, plan.tokenizer),
+            stored_files(building, plan.config),
+        )
+    sizes = [math.prod(shape) for place in plan.places() for shape in place.shapes]
     names = tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
     checkpoint = output / checkpoint.name
     return Imported(checkpoint, len(sizes), sum(sizes), names, tuple(sorted(tensors.not_finite)))
 
 
-def _check_unchanged(fields: Fields, own: Config, config: Config, vocab_size: int) -> None:
+def _check_unchanged(source: Path, own: Config, config: Config, vocab_size: int) -> None:
     """Check that the flags change only the training, not the model."""
-    if config.data.vocab_size != vocab_size:
-        raise InputError(
-            f"--vocab-size is {config.data.vocab_size}, but {vocab_size} in {fields.file}: leave "
-            "it out"
-        )
     old, new = (fingerprint(each, vocab_size, None) for each in (own, config))
     for flag in dict.fromkeys([*new, *old]):
         if old.get(flag) != new.get(flag):
             raise InputError(
-                f"{flag} is {new.get(flag)}, but {old.get(flag)} in {fields.file}: leave it out; "
+                f"{flag} is {new.get(flag)}, but {old.get(flag)} in {source}: leave it out; "
                 "tools/convert.py changes the system of a model"
             )
 
 
-def _check_new(output: Path) -> None:
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if output.exists():
-        raise InputError(f"--output {output} exists already: name a new folder")
-
-
-def _dtypes(plan: CheckedImport, tensors: TensorFolder) -> dict[str, torch.dtype]:
-    """The dtype of each of our tensors: that of theirs, or the wider one."""
+def _dtypes(plan: CheckedImport, tensors: StoredModel) -> dict[str, torch.dtype]:
+    """The dtype of each of our tensors: that of theirs, or the wider one; fp32 without theirs."""
     found: dict[str, torch.dtype] = {}
-    for place in plan.family.places(plan.config, plan.vocab_size):
-        theirs = [tensors.described[name].dtype for name in place.names]
+    for place in plan.places():
+        theirs = [tensors.dtype(name) for name in place.names] or [torch.float32]
         found[place.key] = reduce(torch.promote_types, theirs, found.get(place.key, theirs[0]))
     return found
 
 
 def _parts(
     plan: CheckedImport,
-    tensors: TensorFolder,
+    tensors: StoredModel,
     dtypes: dict[str, torch.dtype],
     advance: Callable[[int], object],
 ) -> Iterator[StoredPart]:
-    for place in plan.family.places(plan.config, plan.vocab_size):
+    for place in plan.places():
         yield StoredPart(
             place.key,
             place.shape,
@@ -171,7 +202,7 @@ def _parts(
 
 
 def _reader(
-    place: TensorPlace, tensors: TensorFolder, advance: Callable[[int], object]
+    place: TensorPlace, tensors: StoredModel, advance: Callable[[int], object]
 ) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         theirs = [tensors.read(name) for name in place.names]
@@ -181,44 +212,10 @@ def _reader(
     return read
 
 
-@contextmanager
-def _published(output: Path, tensors: TensorFolder) -> Iterator[Path]:
-    """A folder next to `output` that gets its name at the end.
-
-    Raises InputError if there is no room, or if another process has made `output` meanwhile.
-    """
-    output = output.absolute()
-    lock = output.with_name(f".{output.name}.lock")
-    try:
-        with locked(lock):
-            try:
-                _check_new(output)
-                _check_room(output, sum(each.nbytes for each in tensors.described.values()))
-                with atomic_folder(output) as building:
-                    yield building
-            finally:
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output {output} cannot be written ({error.strerror or one_line(error)}): free the "
-            "disk, or name another folder"
-        ) from error
-
-
-def _check_room(output: Path, needed: int) -> None:
-    """Raise InputError if the disk lacks room for the weights alone."""
-    free = shutil.disk_usage(output.parent).free
-    if needed > free:
-        raise InputError(
-            f"--output {output}: the weights take {needed / 2**20:,.1f} MiB, and "
-            f"{free / 2**20:,.1f} MiB of the disk are free: name a folder on another disk"
-        )
-
-
 def import_summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:
     """What was imported, for the user, by name."""
     return {
-        "family": plan.family.architecture,
+        "family": plan.architecture,
         "parameters": f"{imported.parameters:,} in {imported.tensors:,} tensors of "
         + ", ".join(imported.dtypes),
         "vocabulary": f"{plan.vocab_size:,}, of which the tokenizer has "

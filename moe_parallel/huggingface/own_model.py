@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from moe_parallel.balancing.losses import LossContext, load_balancing
 from moe_parallel.config import Config, Selection, TopKChoices
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import rope_fields
@@ -25,6 +25,7 @@ from moe_parallel.huggingface.tensors import (
     dispatched_width,
     embedding_places,
     folded_width,
+    has_bias,
     head_places,
     low_rank_size,
     merged_steps,
@@ -37,15 +38,15 @@ from moe_parallel.huggingface.tensors import (
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.layers.system import system_of
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
+from moe_parallel.selection.rules import WithoutZeroExperts
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
-from moe_parallel.selection.topk import TopK, WithoutZeroExperts
-from moe_parallel.systems.expert_choice import ExpertsChoose
+from moe_parallel.selection.topk import TopK
+from moe_parallel.systems import LoryPrefixSelection
 from moe_parallel.systems.lory.rule import LoryLayer
 from moe_parallel.systems.relu.rule import ReLU
 from moe_parallel.systems.routing_free.rule import RoutingFreeLayer
 from moe_parallel.systems.smear.rule import ExpertDropout
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 from moe_parallel.systems.top_p.rule import MovingTopP, TopP
 from moe_parallel.systems.uoe.rule import UnionLayer
@@ -53,23 +54,10 @@ from moe_parallel.systems.uoe.rule import UnionLayer
 #: From a rule, and the number of scores that it sees, to its fields.
 RuleFields = Callable[[Any, int], dict[str, Any]]
 
-#: From the function that gives the probs of chosen experts: scoring_func and norm_topk_prob.
-_PROBS: dict[Any, tuple[str, bool]] = {
-    topk.softmax_of_selected: ("softmax", True),
-    topk.raw_probability: ("softmax", False),
-    topk.raw_score: ("raw", False),
-    topk.sigmoid_share_of_selected: ("sigmoid", True),
-    topk.sigmoid_of_selected: ("sigmoid", False),
-}
-
-#: The same for a threshold: scoring_func.
-_PROBS_OF_VALUES: dict[Any, str] = {
-    threshold.softmax_of_scores: "softmax",
-    threshold.sigmoid: "sigmoid",
-    threshold.sigmoid_of_value: "sigmoid_of_value",
-    threshold.raw_value: "raw_value",
-    threshold.softmax_of_chosen: "softmax_of_chosen",
-}
+#: From what gives the probs of chosen experts to scoring_func and norm_topk_prob; and for
+#: a threshold to scoring_func.
+_PROBS = {probs: names for names, probs in rules.PROBS.items()}
+_PROBS_OF_VALUES = {gate: name for name, gate in rules.GATES.items()}
 
 
 def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
@@ -104,22 +92,6 @@ def without_form(selection: Selection, reason: str) -> str:
         f"--load: --expert-selection {selection.system} has no form in transformers, which export, "
         f"texts and tasks need: {reason}"
     )
-
-
-def loss_fields(config: Config) -> dict[str, Any]:
-    """The fields of the load-balancing loss, if the system has one."""
-    selection: Any = config.selection
-    for make in system_of(selection).losses:
-        if make in (load_balancing, load_balancing):
-            loss = make(selection, LossContext(sum(config.moe_layers)))
-            by_sequence = selection.moe_router_load_balancing_type == "seq_aux_loss"
-            tau = getattr(selection, "moe_free_expert_tau", 1.0)
-            return {
-                "router_aux_loss_coef": loss.coefficient,
-                "aux_loss_by_sequence": by_sequence,
-                "free_expert_tau": tau,
-            }
-    return {}
 
 
 def register_rule(kind: Any, fields_of: RuleFields) -> None:
@@ -190,32 +162,12 @@ _WHY_NOT: dict[Any, str] = {
 }
 
 
-EARLIER_TOKENS = "A token's output depends on this token and earlier ones."
-_EXPERTS_CHOSE = (
-    "In training each expert chose among all tokens of a micro-batch, later ones too, so the "
-    "training loss is not the likelihood of the text. Here each token chooses its experts, as in "
-    "the run's evaluations, and its output depends on this token and earlier ones."
-)
-
-
-def depends_on_earlier_tokens(config: Config) -> str:
-    """What an output depends on, where tokens choose their experts in the exported model."""
-    return _EXPERTS_CHOSE if isinstance(config.selection, ExpertsChoose) else EARLIER_TOKENS
-
-
-def differs_in_nothing(config: Config) -> list[str]:
-    """The layer computes what the run's evaluations compute."""
-    return []
-
-
 @dataclass(frozen=True)
 class ExportedLayer:
-    """How a layer of experts is exported. Each function takes the configuration of the run."""
+    """How a layer of experts is exported."""
 
     fields: Callable[[Config], dict[str, Any]]  # of config.json, besides those of the rule
     steps: Callable[[LayerSource], list[Step]]  # the tensors
-    depends_on: Callable[[Config], str] = depends_on_earlier_tokens  # a sentence for the card
-    differs: Callable[[Config], list[str]] = differs_in_nothing  # sentences, from the run
 
 
 def exported_layer(config: Config) -> ExportedLayer:
@@ -262,7 +214,7 @@ def _autonomous(config: Config) -> dict[str, Any]:
 def _routing_free(config: Config) -> dict[str, Any]:
     selection: Any = config.selection
     theta = selection.theta(config.model.hidden_size, config.model.init_method_std)
-    return _autonomous(config) | {"threshold": theta}
+    return _autonomous(config) | {"threshold": theta, "expert_bias": True}
 
 
 def _union(config: Config) -> dict[str, Any]:
@@ -277,49 +229,18 @@ def _union(config: Config) -> dict[str, Any]:
 
 def _merged(config: Config) -> dict[str, Any]:
     selection: Any = config.selection
-    prefix = selection.merging_prefix
-    if prefix is None:
-        if selection.lory_inference == "prompt":
-            return {}
-        return {
-            "segment_length": selection.lory_segment_length,
-            "uniform_first_segment": selection.lory_first_segment == "uniform",
-        }
-    if selection.lory_first_segment == "uniform":
-        raise InputError(
-            "--lory-first-segment is uniform, which an export of lory_prefix lacks: one mean "
-            "merges the experts for the first segment and for all later ones; export a run with own"
-        )
-    return {"prefix_length": prefix}
-
-
-def _depends_on_prompt(config: Config) -> str:
-    selection: Any = config.selection
-    prefix = selection.merging_prefix
-    by = "prompt" if prefix is None else f"first {prefix} tokens of the prompt"
-    return (
-        f"The mean of the {by} merges the experts, once in each layer, for the prompt and all that "
-        "is generated. In the prompt a token's output therefore depends on later tokens too. A "
-        "loss over a text that is given at once is not its likelihood; use the run's own "
-        "evaluation."
-    )
-
-
-def _merged_once(config: Config) -> list[str]:
-    selection: Any = config.selection
-    prefix = selection.merging_prefix
-    if prefix is not None:
-        return [
-            f"If a prompt has fewer than {prefix} tokens, tools/generate.py merges anew for each "
-            "token, as this model does without a cache (use_cache=False). With one the mean of the "
-            "prompt stays, so such a text may differ."
-        ]
+    uniform = selection.lory_first_segment == "uniform"
+    if isinstance(selection, LoryPrefixSelection):
+        if uniform:
+            raise InputError(
+                "--lory-first-segment is uniform, which an export of lory_prefix lacks: one mean "
+                "merges the experts for the first segment and for all later ones; export a run "
+                "with own"
+            )
+        return {"prefix_length": selection.lory_segment_length}
     if selection.lory_inference == "prompt":
-        return []
-    return [
-        "The run's evaluations merge the experts anew for each segment, as this model does without "
-        "a cache (use_cache=False). With one they are merged once, as in the run's generation."
-    ]
+        return {}
+    return {"segment_length": selection.lory_segment_length, "uniform_first_segment": uniform}
 
 
 _LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
@@ -327,13 +248,16 @@ _LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
     AutonomousLayer: ExportedLayer(_autonomous, autonomous_steps),
     RoutingFreeLayer: ExportedLayer(_routing_free, routing_free_steps),
     UnionLayer: ExportedLayer(_union, union_steps),
-    LoryLayer: ExportedLayer(_merged, merged_steps, _depends_on_prompt, _merged_once),
+    LoryLayer: ExportedLayer(_merged, merged_steps),
 }
 
 
 MODEL_TYPE = "moe_parallel"
 ARCHITECTURE = "MoeParallelForCausalLM"
-CODE = "*_moe_parallel.py"  # the files of moe_parallel/hf that are copied next to the weights
+_HF = Path(__file__).parents[1] / "hf"
+#: The files that are copied next to the weights, by their names there.
+CODE = {path.name: path for path in _HF.glob("*_moe_parallel.py")}
+CODE |= {"rules_moe_parallel.py": Path(rules.__file__)}
 _MODELING = "modeling_moe_parallel"
 AUTO_MAP = {
     "AutoConfig": "configuration_moe_parallel.MoeParallelConfig",
@@ -351,7 +275,9 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
 
     Raises InputError for a system that has no exported form.
     """
-    model = config.model
+    model, qk_norm = config.model, None
+    if model.qk_layernorm:
+        qk_norm = "all" if model.qk_layernorm_all_heads else "head"
     fields: dict[str, Any] = {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -364,7 +290,7 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
         "num_key_value_heads": model.query_groups,
         "head_dim": model.head_width,
         "attention_bias": model.add_qkv_bias,
-        "qk_norm": _qk_norm(model.qk_layernorm, model.qk_layernorm_all_heads),
+        "qk_norm": qk_norm,
         "max_position_embeddings": config.positions,
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": rope_fields(model)["rope_parameters"],
@@ -378,10 +304,9 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
     width = folded_width(config) if fold else dispatched_width(config)
     fields |= {"num_experts": n, "moe_intermediate_size": width}
     fields |= rule_fields(selection, n + selection.free_experts)
-    fields |= exported_layer(config).fields(config) | loss_fields(config)
+    fields |= {"expert_bias": has_bias(selection)} | exported_layer(config).fields(config)
     if low_rank_size(selection) is not None:
         fields |= {"low_rank_size": low_rank_size(selection), "folded": fold}
-    fields["expert_bias"] = selection.adds_bias
     return fields
 
 
@@ -395,9 +320,3 @@ def own_steps(config: Config, vocab_size: int, *, fold: bool) -> list[Step]:
         else:
             steps += plain_steps(dense_places(config, layer))
     return steps + plain_steps(head_places(config, vocab_size))
-
-
-def _qk_norm(normed: bool, all_heads: bool) -> str | None:
-    if not normed:
-        return None
-    return "all" if all_heads else "head"

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moe_parallel.balancing.bias import balancing_bias
 from moe_parallel.config import Config, ModelConfig, Selection
+from moe_parallel.layers.system import system_of
 
 
 @dataclass(frozen=True)
@@ -319,6 +321,12 @@ def low_rank_size(selection: Selection) -> int | None:
     return sizes[0][1] if sizes else None
 
 
+def has_bias(selection: Selection) -> bool:
+    """Whether a layer has a balancing bias or cutoffs."""
+    makes_cutoffs = system_of(selection).bias is not balancing_bias
+    return makes_cutoffs or getattr(selection, "moe_router_enable_expert_bias", False)
+
+
 def routed_steps(source: LayerSource) -> list[Step]:
     """A layer with a router. A factorized W_g that is folded has no W_down."""
     rank, h = low_rank_size(source.selection), source.selection.moe_router_hidden_size
@@ -407,12 +415,9 @@ def _w_down(source: LayerSource, rank: int) -> Step:
 
 
 def _bias(source: LayerSource) -> list[Step]:
-    """The balancing bias or the cutoffs."""
-    if not source.selection.adds_bias:
+    if not has_bias(source.selection):
         return []
-    return [
-        source.step("bias.bias_E", source.sizes[2:], "gate.expert_bias", always_fp32=True),
-    ]
+    return [source.step("bias.bias_E", source.sizes[2:], "gate.expert_bias", always_fp32=True)]
 
 
 def _swiglu(source: LayerSource, within: str = "experts.") -> list[Step]:

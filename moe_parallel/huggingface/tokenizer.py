@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,6 @@ class ExportedTokenizer:
     generation: dict[str, Any]  # the fields of generation_config.json
     opens: bool  # in transformers
     adds_special_tokens: bool = False  # to each text, which the run's tools do not
-    left_out: list[str] = field(default_factory=list)  # fields with tokens that it does not have
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -200,9 +199,6 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> Exported
         generation=_generation(extras, tokenizer.eod, **ids),
         opens=True,
         adds_special_tokens=encoded != own,
-        left_out=sorted(
-            name for name, token in extras.special_tokens.items() if tokens.get(name) != token
-        ),
     )
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from moe_parallel.collective_errors import one_line
 from moe_parallel.config.message import shown
+from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.tensors import Step, TensorPlace, Tensors, TensorShape
 from moe_parallel.optional import import_optional
@@ -47,10 +49,7 @@ class Described:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class TensorFolder:
@@ -64,26 +63,32 @@ class TensorFolder:
         """
         self.folder = folder
         self.not_finite: set[str] = set()  # of the tensors that were read
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        with self._stack:
-            files, indexed = _files(folder)
-            for file in files:
-                self._files[file] = self._stack.enter_context(_opened(folder / file))
+        files, indexed = _files(folder)
+        with ExitStack() as stack:
+            self._files = {file: stack.enter_context(_opened(folder / file)) for file in files}
             self.described = self._describe()
-            self._check_index(indexed)
-            self._stack = self._stack.pop_all()
+            for name, file in indexed.items():
+                if name not in self.described or self.described[name].file != file:
+                    raise InputError(
+                        f"{folder / file} has no {name[:200]}, which {WEIGHT_INDEX} says: fetch "
+                        "the folder again"
+                    )
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> TensorFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.described.values())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+        return self.described[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, of its own dtype, on the CPU."""
@@ -154,14 +159,6 @@ class TensorFolder:
                 shape = tuple(part.get_shape())
                 found[name] = Described(file, shape, dtype or torch.float32)
         return found
-
-    def _check_index(self, indexed: Mapping[str, str]) -> None:
-        for name, file in indexed.items():
-            if name not in self.described or self.described[name].file != file:
-                raise InputError(
-                    f"{self.folder / file} has no {name[:200]}, which {WEIGHT_INDEX} says: fetch "
-                    "the folder again"
-                )
 
 
 def _files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
@@ -277,7 +274,7 @@ def write_safetensors(
     Raises InputError if the folder cannot be written, and StorageError if the checkpoint cannot
     be read.
     """
-    dtypes = _dtypes(steps, entries, dtype)
+    dtypes = dtypes_of(steps, entries, dtype)
     shapes = {name: shape for step in steps for name, shape in step.results}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     files = _divided(sizes, file_bytes)
@@ -305,7 +302,7 @@ def tensors_of(
     steps: Sequence[Step], checkpoint: Path, entries: Entries, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All results of the steps, in order, with their names. As in `write_safetensors`."""
-    dtypes = _dtypes(steps, entries, dtype)
+    dtypes = dtypes_of(steps, entries, dtype)
     for step in steps:
         made = _made(step, checkpoint, entries)
         for (name, shape), tensor in zip(step.results, made, strict=True):
@@ -313,9 +310,10 @@ def tensors_of(
             yield name, tensor.to(dtypes[name]).contiguous()
 
 
-def _dtypes(
+def dtypes_of(
     steps: Sequence[Step], entries: Entries, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
+    """The dtype of each result. As in `write_safetensors`."""
     return {name: _dtype_of(step, entries, dtype) for step in steps for name, _ in step.results}
 
 
@@ -357,3 +355,35 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise InputError(
             f"--output: {path.name} cannot be written ({reason}): name a folder on a disk with room"
         ) from None
+
+
+@contextmanager
+def new_folder(output: Path, needed: int = 0) -> Iterator[Path]:
+    """A folder next to `output` that gets its name if the block succeeds, and else is removed.
+
+    Raises InputError if `output` exists with content, if its disk lacks room for `needed` bytes, or
+    if it cannot be written.
+    """
+    output = output.absolute()
+    lock = output.with_name(f".{output.name}.lock")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InputError(f"--output {output} already exists: name a new folder")
+    try:
+        with locked(lock):
+            try:
+                free = shutil.disk_usage(output.parent).free
+                if needed > free:
+                    raise InputError(
+                        f"--output {output}: the weights take {needed / 2**20:,.1f} MiB, and "
+                        f"{free / 2**20:,.1f} MiB of the disk are free: name a folder on another "
+                        "disk"
+                    )
+                with atomic_folder(output) as building:
+                    yield building
+            finally:
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output {output} cannot be written ({error.strerror or one_line(error)}): "
+            "name a folder on a disk with room"
+        ) from error

@@ -36,8 +36,9 @@ from moe_parallel.ops.types import Choose, Gradient, Keep
 from moe_parallel.parallel import gather_over
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.forced import Replayed
+from moe_parallel.selection.rules import softmax_of_selected
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import TopK, softmax_of_selected
+from moe_parallel.selection.topk import TopK
 from moe_parallel.telemetry.progress import Phase
 
 

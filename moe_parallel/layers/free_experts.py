@@ -19,6 +19,7 @@ from moe_parallel.config import FreeExperts, Selection
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.ops.fp32_linear import fp32_linear
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import FreeChoices
 
 
 class LayerFreeExperts:
@@ -27,12 +28,10 @@ class LayerFreeExperts:
     def __init__(self, layer: ExpertLayer, selection: FreeExperts) -> None:
         self._layer = layer
         self.number = selection.free_experts
-        self._copies = slice(
-            selection.moe_zero_experts, self.number - selection.moe_constant_experts
-        )
-        self._constants = slice(self._copies.stop, self.number)
-        if selection.moe_constant_experts:
-            constants, d = selection.moe_constant_experts, layer.config.hidden_size
+        zero, copy, constants = selection.free_kinds
+        self._choices = FreeChoices(layer.num_experts, zero, copy, constants)
+        if constants:
+            d = layer.config.hidden_size
             layer.add_replicated_weight("w_constant_CAD", constants, 2, d)
             layer.add_replicated_weight("v_CD", constants, d)
             layer.v_CD.init_std = 1.0  # type: ignore[assignment,union-attr]  # as in the authors' code
@@ -42,28 +41,20 @@ class LayerFreeExperts:
 
         A slot with a free expert becomes empty.
         """
-        experts_TK, first = choices.experts_TK, self._layer.num_experts
-        free_TK = experts_TK - first + 1  # from 1; 0 collects all others
-        probs_TZ = choices.probs_TK.new_zeros(len(experts_TK), 1 + self.number)
-        probs_TZ = probs_TZ.scatter_add(1, free_TK.clamp(min=0), choices.probs_TK)[:, 1:]
-        computed_TK = experts_TK.masked_fill(free_TK > 0, -1)
+        free_TK, probs_TZ = self._choices.divided(choices.experts_TK, choices.probs_TK)
+        computed_TK = choices.experts_TK.masked_fill(free_TK, -1)
         return replace(choices, experts_TK=computed_TK, all_chosen=False), probs_TZ
 
     def output(self, x_TD: torch.Tensor, probs_TZ: torch.Tensor) -> torch.Tensor:
         """The sum of prob * output over the free experts: [T, D]."""
-        share_T = probs_TZ[:, self._copies].sum(1)  # of x in the sum
-        if self._constants.start == self._constants.stop:
-            return (x_TD * share_T[:, None]).to(x_TD.dtype)
+        if not self._choices.constant:
+            return self._choices.output(x_TD, probs_TZ, None, None)
         w_CAD, v_CD = (
             self._layer.replicated(getattr(self._layer, name))
             for name in ("w_constant_CAD", "v_CD")
         )
         logits_TCA = fp32_linear(x_TD, w_CAD.flatten(0, 1)).unflatten(1, w_CAD.shape[:2])
-        probs_TC = probs_TZ[:, self._constants]
-        of_x_TC, of_v_TC = (probs_TC[:, :, None] * logits_TCA.softmax(-1)).unbind(-1)
-        share_T = share_T + of_x_TC.sum(1)
-        constant_TD = of_v_TC.to(v_CD.dtype) @ v_CD
-        return (x_TD * share_T[:, None] + constant_TD).to(x_TD.dtype)
+        return self._choices.output(x_TD, probs_TZ, logits_TCA, v_CD)
 
 
 def build_free_experts(layer: ExpertLayer, selection: Selection) -> LayerFreeExperts | None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from moe_parallel.selection import rules
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -100,11 +101,7 @@ def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Ten
 
 
 def greatest(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None = None) -> torch.Tensor:
-    """The k experts with the largest values of each token, largest first: int64 [T, k].
-
-    Equal values are in the order of `ties_TE`, largest first, if it is given, and then the lowest
-    index comes first. NaN is the largest, as in torch.sort.
-    """
+    """`rules.greatest`, faster on a CPU: int64 [T, k]."""
     operator = torch.ops.moe_parallel.greatest
     chosen_TK: torch.Tensor = operator(values_TE.detach(), k, ties_TE)
     return chosen_TK
@@ -117,7 +114,7 @@ torch.library.define("moe_parallel::greatest", "(Tensor values, int k, Tensor? t
 @torch.library.impl("moe_parallel::greatest", "CUDA")
 def _greatest_on_gpu(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None) -> torch.Tensor:
     """By sorting all, because the host would wait to know where values are equal."""
-    return _sorted(values_TE, ties_TE)[:, :k].contiguous()
+    return rules.greatest(values_TE, k, ties_TE).contiguous()
 
 
 @torch.library.impl("moe_parallel::greatest", "CPU")
@@ -131,20 +128,13 @@ def _greatest_on_cpu(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | No
     falls_TK = values_TK > torch.cat([values_TK[:, 1:], next_T1], dim=1)
     tied = falls_TK.logical_not().any(dim=1).nonzero()[:, 0]
     ties = None if ties_TE is None else ties_TE[tied]
-    experts_TK[tied] = _sorted(values_TE[tied], ties)[:, :k]
+    experts_TK[tied] = rules.greatest(values_TE[tied], k, ties)
     return experts_TK
 
 
 @torch.library.register_fake("moe_parallel::greatest")
 def _(values_TE: torch.Tensor, k: int, ties_TE: torch.Tensor | None) -> torch.Tensor:
     return values_TE.new_empty(values_TE.shape[0], k, dtype=torch.int64)
-
-
-def _sorted(values_TE: torch.Tensor, ties_TE: torch.Tensor | None) -> torch.Tensor:
-    if ties_TE is None:
-        return values_TE.argsort(dim=1, descending=True, stable=True)
-    order_TE = ties_TE.argsort(dim=1, descending=True, stable=True)
-    return order_TE.gather(1, _sorted(values_TE.gather(1, order_TE), None))
 
 
 def best_first(scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.rules import FirstSegment, own, shifted
 from moe_parallel.selection.tokens import Share, Tokens, take
 
 
@@ -70,29 +71,6 @@ def means_of(sums_GBX: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
     sizes_G11 = torch.full_like(sums_GBX[:, :1, :1], length)
     sizes_G11[-1] = segment_sizes(tokens, length)[-1]
     return sums_GBX / sizes_G11
-
-
-#: The weights of the first segment, which has no previous one: [G, B, E] -> [1, B, E], without
-#: gradient.
-FirstSegment = Callable[[torch.Tensor], torch.Tensor]
-
-
-def own(e_GBE: torch.Tensor) -> torch.Tensor:
-    """The first segment's own weights, without gradient. Its tokens then see later tokens."""
-    return e_GBE[:1].detach()
-
-
-def uniform(e_GBE: torch.Tensor) -> torch.Tensor:
-    """1/n for each expert."""
-    return torch.full_like(e_GBE[:1], 1 / e_GBE.shape[2])
-
-
-FIRST_SEGMENT: dict[str, FirstSegment] = {"own": own, "uniform": uniform}
-
-
-def shifted(e_GBE: torch.Tensor, first: FirstSegment) -> torch.Tensor:
-    """The weights that each segment takes from the previous segment: [G, B, E]."""
-    return torch.cat([first(e_GBE), e_GBE[:-1]])
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from moe_parallel.config.message import counted
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.evaluation.baselines import (
+    ByteModel,
     first_bytes,
     held_out_bits_per_byte,
     joined,
-    train_trigram,
 )
 from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.model.memory import check_memory
@@ -332,12 +332,12 @@ def compare_with_baselines(
     The byte models are trained on the training text of every domain. If that is more than
     `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many
     bytes from each domain. The other ranks wait meanwhile, so this must not grow with the corpus.
-    xz sees only the held-out text, which the model did not see either. Memory: the held-out text,
-    twice.
+    xz sees only the held-out text, which the model did not see either. Memory: both texts, twice.
     """
     train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
     share = max(1, train_bytes // len(train))
-    trigram = train_trigram(chain.from_iterable(first_bytes(side, share) for side in train))
+    read = joined(chain.from_iterable(first_bytes(side, share) for side in train))
+    trigram = ByteModel(read, order=3)
     left_out = any(next(side, None) is not None for side in train)
 
     ours = dict(text_losses)

@@ -34,8 +34,12 @@ from moe_parallel.data.sampler import evaluation_batches, sample_count
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.given_text import text_batches
-from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
-from moe_parallel.evaluation.selections_of_ranks import batches_of_rank, on_all_layers
+from moe_parallel.evaluation.selection_trace import (
+    batches_of_rank,
+    expert_layers,
+    on_all_layers,
+    selections_of,
+)
 from moe_parallel.model.forward import Batch
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.open_model import open_model

@@ -16,7 +16,7 @@ from moe_parallel.balancing.losses import (
     z_loss,
 )
 from moe_parallel.layers.dispatched import SplitTokens
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
@@ -49,11 +49,11 @@ ORACLES = {
     "l1": partial(oracle.l1, target=1.5),
 }
 RULES = {
-    "top-1": (TopK(1, topk.raw_probability), partial(routing.top_k, k=1, gate="all")),
+    "top-1": (TopK(1, rules.raw_probability), partial(routing.top_k, k=1, gate="all")),
     "top-2": (TopK(2), partial(routing.top_k, k=2)),
     "all": (TopK(5), partial(routing.top_k, k=5)),
     "sigmoid": (
-        TopK(2, topk.sigmoid_share_of_selected, topk.sigmoid_shares, torch.sigmoid),
+        TopK(2, rules.sigmoid_share_of_selected, rules.sigmoid_shares, torch.sigmoid),
         partial(routing.top_k, k=2, score_function="sigmoid", rank_by="probabilities"),
     ),
     "top-p": (TopP(0.5), partial(routing.top_p, p=0.5)),

@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, ParallelConfig, parse_command_line
 from moe_parallel.convert.configuration import converted_config
 from moe_parallel.convert.conversion import Conversion, convert
-from moe_parallel.convert.gate import GateOptions
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.standalone import standalone_config
@@ -38,17 +36,17 @@ def convert_here(
     save: Path,
     to: str,
     options: Options,
-    gate: dict[str, Any] | None = None,
+    rank: int | None = None,
     samples: int = 24,
 ) -> Conversion:
-    """Convert on a world of one rank. `gate`: fields of GateOptions; None: copy the weights."""
+    """Convert on a world of one rank. `rank`: of W_g; None: copy the weights."""
     target = converted_config(config_of(load), to, str(save), flags(options))
     with groups_of_one() as groups:
         return convert(
             standalone_config([], load=str(load)),
             target,
             groups,
-            None if gate is None else GateOptions(**gate),
+            rank,
             samples,
             lambda _: None,
         )

@@ -66,7 +66,6 @@ def test_merged_to_topk(system):
     [
         ({"num_experts": None}, "aoe", [], "--to aoe takes a model of experts.*--load is dense"),
         ({"expert_selection": "aoe"}, "aoe", [], "of --expert-selection topk, but --load is aoe"),
-        ({"expert_selection": "aoe"}, "topk", [], "topk or lory or lory_prefix, but --load is aoe"),
         (
             {"moe_router_score_function": "sigmoid"},
             "aoe",
@@ -79,11 +78,7 @@ def test_merged_to_topk(system):
             [],
             "does not support --moe-router-enable-expert-bias True",
         ),
-        ({"moe_router_hidden_size": 9}, "aoe", [], "does not support --moe-router-hidden-size 9"),
-        ({"moe_copy_experts": 2}, "aoe", [], "does not support --moe-copy-experts 2"),
         ({}, "aoe", ["--hidden-size", "64"], "--hidden-size is 64, but 32 in --load"),
-        ({}, "aoe", ["--num-experts", "8"], "--num-experts is 8, but 4 in --load"),
-        ({}, "aoe", ["--moe-router-topk", "1"], "--moe-router-topk is 1, but 2 in --load"),
         ({}, "aoe", ["--aoe-wide-size", "50"], "--aoe-wide-size is 50, but .* width of 48"),
         ({}, "aoe", ["--moe-top-p", "0.4"], "--moe-top-p is 0.4, but it belongs to"),
     ],

@@ -38,7 +38,7 @@ def convert_in_a_world(*arguments):
 @pytest.fixture(scope="module")
 def converted(trained):
     return convert_in_a_world(
-        trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, {"rank": RANK}
+        trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, RANK
     )
 
 
@@ -59,37 +59,10 @@ def test_all_but_the_probs_is_copied(trained, converted):
     assert pairs == 2 * SMALL["num_layers"]
 
 
-def test_the_report_is_of_every_layer(converted):
-    assert [layer.number for layer in converted.layers] == [1, 2]
-    for layer in converted.layers:
-        assert 0 < layer.gate_error < 1
-        assert layer.after.choices >= layer.before.choices
-    assert converted.tokens == (24 * 32, 8 * 32)
-    assert set(converted.losses) == {"cycle", "noise"}
-
-
-@pytest.mark.full
-def test_training_goes_on_from_it_with_the_experts_divided(trained, converted):
-    """The command that the tool prints: --config NEW/config.yaml --load NEW --save ANOTHER."""
-    options = {
-        "config": trained / "aoe" / "config.yaml",
-        "load": trained / "aoe",
-        "save": trained / "healed",
-    }
-    for ((code, _),) in run_distributed(2, pretrain_here, [options]):
-        assert code == 0
-    records = [json.loads(line) for line in (trained / "healed" / "metrics.jsonl").open()]
-    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
-    assert len(losses) == SMALL["train_iters"] * 2
-    assert all(numpy.isfinite(losses))
-    before = [loss for _, loss in converted.losses.values()]
-    assert losses[0] == pytest.approx(numpy.mean(before), rel=0.1)
-
-
 def test_at_full_rank_layers_compute_the_same_for_the_same_choices(trained):
     options = {"aoe_low_rank_size": FULL}
     save = trained / "full"
-    convert_in_a_world(trained / "moe", save, "aoe", options, {"rank": FULL})
+    convert_in_a_world(trained / "moe", save, "aoe", options, FULL)
     (differences,) = run_distributed(1, layers_with_the_choices_of, trained / "moe", save)
     assert len(differences) == 2
     assert max(differences) < 1e-4
@@ -115,7 +88,7 @@ def layers_with_the_choices_of(moe, aoe):
 def test_dense_layers_and_shared_experts_go_along(trained):
     options = {"aoe_low_rank_size": RANK}
     save = trained / "shared-aoe"
-    done = convert_in_a_world(trained / "shared", save, "aoe", options, {"rank": RANK}, 12)
+    done = convert_in_a_world(trained / "shared", save, "aoe", options, RANK, 12)
     assert [layer.number for layer in done.layers] == [2]
     old = stored_tensors(trained / "shared" / "iter_0000003")
     new = stored_tensors(done.checkpoint)
@@ -133,25 +106,15 @@ def test_a_new_start_computes_the_same(trained):
 
 
 def test_refused_before_anything_is_written(trained):
-    for gate, samples, message in (
-        ({"rank": FULL + 1}, 24, r"--aoe-low-rank-size is 33, but W_g of --load is 32 x 32"),
-        ({"rank": 4, "ranking_columns": 5}, 24, "--ranking-columns is 5: choose from 0 to"),
-        ({"rank": 4, "condition": 0.5}, 24, "--condition is 0.5"),
-        ({"rank": 4}, 10**6, "--calibration-samples is 1000000"),
+    for rank, samples, message in (
+        (FULL + 1, 24, r"--aoe-low-rank-size is 33, but W_g of --load is 32 x 32"),
+        (4, 10**6, "--calibration-samples is 1000000"),
     ):
-        options = {"aoe_low_rank_size": gate["rank"]}
+        options = {"aoe_low_rank_size": rank}
         save = trained / "refused"
         with pytest.raises(RankError, match=message):
-            convert_in_a_world(trained / "moe", save, "aoe", options, gate, samples)
+            convert_in_a_world(trained / "moe", save, "aoe", options, rank, samples)
         assert not save.exists()
-
-
-def test_a_folder_with_a_run_is_refused(trained, converted):
-    gate = {"rank": RANK}
-    with pytest.raises(RankError, match="already contains a run"):
-        convert_in_a_world(
-            trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, gate
-        )
 
 
 @pytest.mark.parametrize("system", ["lory", "lory_prefix"])
@@ -192,11 +155,7 @@ def losses_after(folder, seed):
     trained from random weights for the same number of steps."""
     moe = MODEL | small_data(folder) | {"seed": seed, "save": folder / "moe"}
     pretrain_here([moe])
-    gate = {
-        "rank": HEALED_RANK,
-        "ranking_columns": 0,
-    }  # the weakest ranking, so there is much to heal
-    done = convert_here(folder / "moe", folder / "aoe", "aoe", HEALING, gate)
+    done = convert_here(folder / "moe", folder / "aoe", "aoe", HEALING, HEALED_RANK)
     new = {"config": folder / "aoe" / "config.yaml"}
     pretrain_here(
         [

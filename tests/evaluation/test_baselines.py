@@ -6,10 +6,8 @@ import pytest
 
 from moe_parallel.evaluation.baselines import (
     ByteModel,
-    first_bytes,
     held_out_bits_per_byte,
     joined,
-    train_trigram,
 )
 
 U = 1 / 256
@@ -21,7 +19,7 @@ def array(text: bytes) -> np.ndarray:
 
 def test_a_unigram_by_hand() -> None:
     # "aab": N = 3, T = 2; a twice, b once, c never.
-    model = ByteModel([array(b"aab")], 1)
+    model = ByteModel(array(b"aab"), 1)
     expected = [(2 + 2 * U) / 5, (1 + 2 * U) / 5, 2 * U / 5]
     np.testing.assert_allclose(model.probabilities(array(b"abc")), expected, rtol=1e-14)
     assert model.bits(array(b"abc")) == pytest.approx(-sum(map(math.log2, expected)))
@@ -29,7 +27,7 @@ def test_a_unigram_by_hand() -> None:
 
 def test_a_trigram_by_hand() -> None:
     # "abcabd" -> after "ab": c and d once each; after "b": the same; after "d": nothing.
-    model = ByteModel([array(b"abcabd")], 3)
+    model = ByteModel(array(b"abcabd"), 3)
     c1 = (1 + 4 * U) / 10  # N = 6, T = 4
     c2 = (1 + 2 * c1) / 4
     c3 = (1 + 2 * c2) / 4
@@ -47,7 +45,7 @@ def test_a_trigram_by_hand() -> None:
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("context", [b"the", b"zzz", b"he ", b"\xff\x00\xff", b"tzt"])
 def test_probabilities_add_up_to_one(order: int, context: bytes) -> None:
-    model = ByteModel([array(b"the cat sat on the mat, then the hat")], order)
+    model = ByteModel(array(b"the cat sat on the mat, then the hat"), order)
     head = context[len(context) - (order - 1) :]
     last = [model.probabilities(array(head + bytes([byte]))) for byte in range(256)]
     total = np.concatenate(last)
@@ -55,52 +53,10 @@ def test_probabilities_add_up_to_one(order: int, context: bytes) -> None:
     assert total.sum() == pytest.approx(1, rel=1e-12)
 
 
-def test_counting_in_chunks_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = np.random.default_rng(0).integers(0, 4, 1000, dtype=np.uint8)
-    whole = ByteModel([text], 3)
-    expected = whole.bits(text[:100])
-    monkeypatch.setattr("moe_parallel.evaluation.baselines._CHUNK", 301)
-    chunked = ByteModel([text], 3)
-    np.testing.assert_array_equal(chunked.counts, whole.counts)
-    assert chunked.bits(text[:100]) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("cuts", [[1], [1, 2, 2, 3], [0, 400, 999, 1000]])
-def test_pieces_count_as_one_text(cuts: list[int]) -> None:
-    text = np.random.default_rng(1).integers(0, 3, 1000, dtype=np.uint8)
-    pieces, whole = ByteModel(np.split(text, cuts), 3), ByteModel([text], 3)
-    assert whole.counts.dtype == np.int64 and whole.counts.sum() == 998
-    assert pieces.shorter is not None and whole.shorter is not None
-    np.testing.assert_array_equal(pieces.counts, whole.counts)
-    np.testing.assert_array_equal(pieces.shorter.counts, whole.shorter.counts)
-    assert whole.counts[1 * 256 + 2, 0] == text.tobytes().count(b"\1\2\0")
-
-
-def test_texts_are_streamed_into_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["naïve", "", "漢字", "x" * 50, "the expert reads"] * 3
-    monkeypatch.setattr("moe_parallel.evaluation.baselines._CHUNK", 20)
-    streamed = train_trigram(iter(texts))
-    expected = ByteModel([array("".join(texts).encode())], 3)
-    np.testing.assert_array_equal(streamed.counts, expected.counts)
-
-
-def test_the_first_bytes_are_whole_texts() -> None:
-    texts = iter(["naïve", "abc", "d", "e"])
-    assert list(first_bytes(texts, 7)) == ["naïve", "abc"]  # 6 bytes, then 9
-    assert next(texts) == "d"
-    assert list(first_bytes(texts, 100)) == ["e"]
-
-
-def test_random_bytes_cost_eight_bits_and_known_ones_fewer() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint8)
-    assert ByteModel([noise[:-1000]], 1).bits(noise[-1000:]) / 1000 == pytest.approx(8, abs=0.01)
-    assert ByteModel([array(b"ab" * 5000)], 3).bits(array(b"ab" * 50)) / 100 < 0.1
-
-
 def test_the_three_baselines_on_one_text() -> None:
     train = ["the expert reads. " * 50, "naïve"]
     valid = ["the expert", " reads 漢"]
-    result = held_out_bits_per_byte(train_trigram(train), joined(valid))
+    result = held_out_bits_per_byte(ByteModel(joined(train), 3), joined(valid))
     assert list(result) == ["unigram", "trigram", "xz -9"]
     size = len("the expert reads 漢".encode())
     packed = lzma.compress("the expert reads 漢".encode(), preset=9)
@@ -111,4 +67,4 @@ def test_the_three_baselines_on_one_text() -> None:
 
 def test_no_held_out_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no held-out text"):
-        held_out_bits_per_byte(train_trigram(["a"]), joined([]))
+        held_out_bits_per_byte(ByteModel(joined(["a"]), 3), joined([]))

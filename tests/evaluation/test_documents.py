@@ -1,19 +1,15 @@
 """Bits per byte of documents: windows by hand, intervals by resampling, losses by hand."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from moe_parallel.evaluation.documents import (
-    DomainLoss,
     count_windows,
     evaluate_documents,
     ratio,
     windows,
 )
-from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
 from tests.evaluation.reading import VOCABULARY, small_model
@@ -51,23 +47,6 @@ def test_the_interval_of_a_ratio_is_that_of_resampling() -> None:
     picks = random.integers(0, 300, size=(4000, 300))
     resampled = y[picks].sum(1) / x[picks].sum(1)
     assert estimate.margin == pytest.approx(1.96 * resampled.std(), rel=0.06)
-
-
-def test_one_document_has_no_interval() -> None:
-    loss = DomainLoss((TextLoss(12.0, 6, 8),))
-    assert loss.bits_per_byte.value == pytest.approx(12 / math.log(2) / 8)
-    assert loss.bits_per_byte.margin is None
-    assert loss.perplexity == pytest.approx((math.exp(2),) * 3)
-
-
-def test_a_domain_is_the_sum_of_its_documents() -> None:
-    loss = DomainLoss((TextLoss(12.0, 6, 8), TextLoss(3.0, 4, 16)))
-    assert loss.whole == TextLoss(15.0, 10, 24)
-    assert loss.nats_per_token.value == pytest.approx(1.5)
-    # By hand: residuals 12 - 9 = 3 and 3 - 6 = -3; se = sqrt(2 * 18) / 10 = 0.6.
-    assert loss.nats_per_token.margin == pytest.approx(1.96 * 0.6, rel=1e-4)
-    low, high = math.exp(1.5 - 1.96 * 0.6), math.exp(1.5 + 1.96 * 0.6)
-    assert loss.perplexity == pytest.approx((math.exp(1.5), low, high), rel=1e-3)
 
 
 EOD = VOCABULARY - 1

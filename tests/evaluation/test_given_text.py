@@ -6,8 +6,7 @@ import pytest
 
 from moe_parallel.data.tokenizer import NullTokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation import given_text
-from moe_parallel.evaluation.given_text import pieces_of, sequences_of, text_batches
+from moe_parallel.evaluation.given_text import sequences_of, text_batches
 
 TOKENIZER = NullTokenizer(100)  # a text is numbers; 99 ends a document
 END = 99
@@ -21,28 +20,12 @@ def test_documents_follow_one_another(tmp_path):
     assert list(sequences_of(file, TOKENIZER, 5)) == [[1, 2, 3, END, END], [4, 5, END]]
 
 
-@pytest.mark.parametrize("between", ["\n", " ", "  \t", " \n "])
-@pytest.mark.parametrize("piece", [6, 9, 1 << 20])
-def test_a_text_file_is_one_document(tmp_path, monkeypatch, piece, between):
-    """Also if it has no line breaks. No number is cut, because none is longer than a piece."""
-    monkeypatch.setattr(given_text, "TEXT_PIECE", piece)
+def test_a_text_file_is_one_document(tmp_path):
     file = tmp_path / "a.txt"
     numbers = [number % 90 for number in range(200)]
-    file.write_text(between.join(map(str, numbers)))
+    file.write_text("\n".join(map(str, numbers)))
     found = [token for each in sequences_of(file, TOKENIZER, 16) for token in each]
     assert found == [*numbers, END]
-
-
-@pytest.mark.parametrize("unit", ["a", "a ", " a", "é", "\n", "a\nbcdefghij", " abcdefghij"])
-def test_pieces_are_bounded(tmp_path, monkeypatch, unit):
-    monkeypatch.setattr(given_text, "TEXT_PIECE", 8)
-    file = tmp_path / "a.txt"
-    file.write_text(unit * 100)
-    pieces = list(pieces_of(file))
-    assert "".join(piece for piece, _ in pieces) == unit * 100
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert max(len(piece) for piece, _ in pieces) <= 24
-    assert len(pieces) <= 2 + len(unit) * 100 // 8
 
 
 def test_batches_are_filled_and_masked(tmp_path):

@@ -5,7 +5,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import nn
 
 from moe_parallel.errors import InputError
@@ -15,30 +14,22 @@ from moe_parallel.evaluation.routerless_probe import (
     PROBE_NORMS,
     Probe,
     ProbedLayer,
-    Table,
-    UniformProbs,
     probes,
     probing,
 )
-from moe_parallel.layers import RoutedLayer
-from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.systems import AoESelection, TopKSelection, TopPSelection
-from moe_parallel.systems.top_p.rule import TopP
-from moe_parallel.training.standalone import standalone_config, standalone_model
-from tests.distributed import run_distributed
+from moe_parallel.systems import AoESelection, TopKSelection
 from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, values
 from tests.oracles.layers import Array, silu, softmax, swiglu_expert
-from tests.program import SMALL, flags
 
 K = 2
 ROUTED = Case(TopKSelection(moe_router_topk=K), sequences=2, tokens=8)
 FACTORIZED = Case(TopKSelection(moe_router_topk=K, moe_gate_low_rank_size=2), sequences=2, tokens=8)
 
 
-def probe_named(node: str, norm: str = "", gate: str = "uniform", k: int = K) -> Probe:
+def probe_named(node: str, norm: str = "", gate: str = "uniform") -> Probe:
     (found,) = [
-        each for each in probes(k) if (each.selected_by, each.norm, each.gate) == (node, norm, gate)
+        each for each in probes(K) if (each.selected_by, each.norm, each.gate) == (node, norm, gate)
     ]
     return found
 
@@ -101,29 +92,16 @@ def swiglu_matrices(given: dict[str, Array]) -> list[tuple[Array, Array, Array]]
     return [(gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)]
 
 
-@pytest.mark.parametrize("k", [1, K])
 @pytest.mark.parametrize("gate", PROBE_GATES)
 @pytest.mark.parametrize("norm", PROBE_NORMS)
 @pytest.mark.parametrize("node", PROBE_NODES)
-def test_the_greatest_activations_compute(node: str, norm: str, gate: str, k: int) -> None:
+def test_the_greatest_activations_compute(node: str, norm: str, gate: str) -> None:
     given = values(ROUTED)
     model = nn.Sequential(layer_of(ROUTED, given))
-    with probing(model, probe_named(node, norm, gate, k)):
+    with probing(model, probe_named(node, norm, gate)):
         found = output(model[0], given["x"])
-    oracle = expected(swiglu_matrices(given), given["x"], node, norm, gate, k)
+    oracle = expected(swiglu_matrices(given), given["x"], node, norm, gate, K)
     assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)  # norms and probs are fp32
-
-
-def test_nodes_and_norms_disagree() -> None:
-    """Otherwise the test above would prove little: no two of them select alike on one layer."""
-    given = values(ROUTED)
-    outputs = [
-        expected(swiglu_matrices(given), given["x"], node, norm, "uniform", 1)
-        for node in PROBE_NODES
-        for norm in PROBE_NORMS
-    ]
-    alike = sum(numpy.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
-    assert alike < 30  # of 105 pairs; norms of few numbers often rank alike
 
 
 @pytest.mark.parametrize("node", PROBE_NODES)
@@ -153,23 +131,6 @@ def test_a_factorized_gate_is_multiplied_out(node: str) -> None:
     assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)
 
 
-OWN_RULES = {
-    "topk": ROUTED,
-    "top1": Case(TopKSelection(moe_router_topk=1)),
-    "top-p": Case(TopPSelection(moe_top_p=0.6)),
-    "dropping": Case(TopKSelection(), capacity_factor=0.6, policy="position"),
-}
-
-
-@pytest.mark.parametrize("name", OWN_RULES)
-def test_the_routers_own_rule_changes_nothing(name: str) -> None:
-    case = OWN_RULES[name]
-    given = values(case)
-    routed = layer_of(case, given)
-    probed = ProbedLayer(routed, routed.logits, routed.evaluation_rule)
-    assert numpy.array_equal(output(probed, given["x"]), output(routed, given["x"]))
-
-
 def test_the_routers_choice_with_equal_probs() -> None:
     given = values(ROUTED)
     model = nn.Sequential(layer_of(ROUTED, given))
@@ -181,14 +142,6 @@ def test_the_routers_choice_with_equal_probs() -> None:
         chosen = numpy.argsort(given["w_router_ED"] @ x_D)[-K:]
         mean_D = sum(swiglu_expert(x_D, *matrices[e]) for e in chosen) / K
         assert found[place] == pytest.approx(mean_D, rel=1e-6, abs=1e-9)
-
-
-def test_equal_probs_are_of_the_filled_slots() -> None:
-    tokens = Tokens(1)
-    scores_TE = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]]))
-    choices = UniformProbs(TopP(0.5))(scores_TE, tokens)
-    assert choices.experts_TK.tolist() == [[0, -1, -1], [0, 1, -1]]
-    assert choices.probs_TK.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
 
 
 def test_chance_takes_k_experts_with_equal_probs_anew_for_each_token() -> None:
@@ -229,77 +182,3 @@ def test_experts_without_a_router_are_refused() -> None:
     model = nn.Sequential(layer_of(case, values(case)), nn.Linear(2, 2))
     with pytest.raises(InputError, match="no routers"), probing(model, probe_named("random")):
         pass
-
-
-def test_the_table_has_every_combination_once() -> None:
-    rows = [(each.selected_by, each.norm, each.gate) for each in probes(K)]
-    assert len(set(rows)) == len(rows) == 3 + 5 * 3 * 2
-    assert rows[:3] == [
-        ("router", "", "its own"),
-        ("random", "", "uniform"),
-        ("router", "", "uniform"),
-    ]
-
-
-def test_a_line_of_the_table() -> None:
-    table = Table(router={"prose": 3.0, "all": 2.0}, random={"prose": 4.0, "all": 4.0})
-    losses = {"prose": 3.25, "all": 2.5}  # 3/4 of the 2 nats between the router and chance
-    assert table.head().split() == "selected by norm probs prose all kept".split()
-    line = table.row(probe_named("output", "Linf", "softmax"), losses)
-    assert line.split() == "output Linf softmax 3.2500 2.5000 75%".split()
-    assert len(line) == len(table.head())
-
-
-def _whole_models() -> dict[str, Any]:
-    """The logits of a GPT with a shared expert: unchanged, and probed in several ways."""
-    options = SMALL | {"moe_shared_expert_intermediate_size": 16, "init_method_std": 0.1}
-    config = standalone_config(flags(options))
-    groups = initialize_groups(config.parallel)
-    model_parallel_cuda_manual_seed(config.training.seed)
-    model, _ = standalone_model(config, 50, groups)
-    model.eval()
-    tokens_BS = torch.arange(24).view(2, 12)
-    positions_BS = torch.arange(12).expand(2, -1)
-
-    def logits() -> Any:
-        with torch.no_grad():
-            return model(tokens_BS, positions_BS, None).numpy()
-
-    def own(routed: RoutedLayer) -> ProbedLayer:
-        return ProbedLayer(routed, routed.logits, routed.evaluation_rule)
-
-    found = {"as it is": logits()}
-    for name, replacement in (("own rule", own), ("random", probe_named("random").replacement)):
-        with probing(model, Probe("", "", "", replacement)):
-            found[name] = logits()
-    layer = model.decoder.layers[0].mlp
-    x_SBD = torch.randn(6, 2, config.model.hidden_size)
-    with torch.no_grad():
-        probed = probe_named("output", "L2").replacement(layer)
-        both, shared = probed(x_SBD)[0], layer.shared(x_SBD)
-        found["layer"] = (both - shared).numpy(), x_SBD.numpy()
-    found["weights"] = {name: w.detach().numpy() for name, w in layer.named_parameters()}
-    found["afterward"] = logits()
-    destroy_groups()
-    return found
-
-
-@pytest.fixture(scope="module")
-def whole_models() -> dict[str, Any]:
-    return run_distributed(1, _whole_models)[0]
-
-
-def test_a_whole_model_probed_by_its_own_rule_is_unchanged(whole_models: dict[str, Any]) -> None:
-    assert numpy.array_equal(whole_models["own rule"], whole_models["as it is"])
-    assert numpy.array_equal(whole_models["afterward"], whole_models["as it is"])
-    assert numpy.abs(whole_models["random"] - whole_models["as it is"]).max() > 1e-3
-
-
-def test_a_shared_expert_goes_on_computing_every_token(whole_models: dict[str, Any]) -> None:
-    chosen_SBD, x_SBD = whole_models["layer"]
-    weights = whole_models["weights"]
-    gate_up, out = weights["experts.w_gate_up_LD2F"], weights["experts.w_out_LFD"]
-    matrices = [(gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)]
-    oracle = expected(matrices, x_SBD.astype(float), "output", "L2", "uniform", K)
-    assert chosen_SBD == pytest.approx(oracle, rel=1e-4, abs=1e-5)
-    assert numpy.abs(oracle).max() > 0.01

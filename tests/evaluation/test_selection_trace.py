@@ -1,12 +1,14 @@
 """Traced selections, compared with a numpy search on the inputs of the layers."""
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.evaluation.model import ReadingModel
-from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
+from moe_parallel.evaluation.selection_trace import batches_of_rank, expert_layers, selections_of
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
@@ -180,3 +182,21 @@ def _merge_weights(name, x_SD, w_ED, token):
 def _normed(x_XD):
     centered = x_XD - x_XD.mean(axis=-1, keepdims=True)
     return centered / numpy.sqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5)
+
+
+def test_ranks_take_turns_and_read_as_many() -> None:
+    batches = [
+        {"tokens": torch.full((3, 2), number), "loss_mask": torch.ones(3, 2)} for number in range(5)
+    ]
+
+    def read(rank: int, ranks: int) -> list[tuple[int, int, bool]]:
+        """(first sequence, batch, whether it counts) of each pass."""
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        return [
+            (first, int(batch["tokens"][0, 0]), bool(batch["loss_mask"].all()))
+            for first, batch in batches_of_rank(iter(batches), group)  # type: ignore[arg-type]
+        ]
+
+    assert read(0, 2) == [(0, 0, True), (6, 2, True), (12, 4, True)]
+    assert read(1, 2) == [(3, 1, True), (9, 3, True), (12, 4, False)]
+    assert read(5, 8) == [(12, 4, False)]

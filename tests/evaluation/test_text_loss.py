@@ -203,7 +203,3 @@ def test_bits_per_byte_by_hand():
     text = TextLoss(nats=12.0, tokens=6, num_bytes=8)
     assert text.loss == 2.0
     assert text.bits_per_byte == pytest.approx(17.312340 / 8, rel=1e-6)
-
-
-def test_nothing_is_not_divided_by():
-    assert TextLoss(0.0, 0, 0).loss == TextLoss(0.0, 0, 0).bits_per_byte == 0.0

@@ -5,18 +5,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from tokenizers.processors import TemplateProcessing
 
-from moe_parallel.data.tokenizer import END_OF_DOCUMENT, Extras, FastTokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_model
 from tests import systems
-from tests.data.small_text import small_bpe, words
+from tests.data.small_text import words
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import save_runs, source_of
-from tests.huggingface.models import build, save
 
 LENGTH = 32
 #: (context, answer): of unequal lengths; one without a context, one longer than the model reads.
@@ -169,31 +165,3 @@ def test_what_the_model_cannot_do(tmp_path):
     (told,) = run_distributed(1, _what_it_cannot_do, tmp_path)
     assert told[0].startswith("--load: --expert-selection smear has no form in transformers")
     assert told[1].startswith("an answer has") and "reads --seq-length 32: leave" in told[1]
-
-
-def _of_imported(folder: Any) -> list[dict[str, Any]]:
-    from lm_eval.models.huggingface import HFLM
-
-    from moe_parallel.harness.model import harness_model
-
-    # Its cache of logits gives other numbers where a batch is padded.
-    peer = HFLM(pretrained=str(folder / "theirs"), device="cpu", batch_size=2, logits_cache=False)
-    return [answers(harness_model(str(folder / "run"), (), 2)), answers(peer)]
-
-
-@pytest.mark.full
-def test_an_imported_model_answers_as_in_the_harness_own_hf(tmp_path):
-    """Its tokenizer begins each text with <s>."""
-    model = small_bpe().model
-    model.add_special_tokens(["<s>"])
-    bos = model.token_to_id("<s>")
-    model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    tokenizer = FastTokenizer(model, END_OF_DOCUMENT, "HuggingFaceTokenizer")
-    tokenizer.extras = Extras({"bos_token": "<s>"})
-    ids = {"vocab_size": tokenizer.vocab_size, "bos_token_id": bos, "eos_token_id": tokenizer.eod}
-    save(build("mixtral", **ids), tmp_path / "theirs")
-    tokenizer.save(tmp_path / "theirs")
-    import_folder(plan_import(tmp_path / "theirs", []), tmp_path / "run")
-    ((ours, theirs),) = run_distributed(1, _of_imported, tmp_path)
-    assert_same(ours, theirs)
-    assert ours["generate_until"] == theirs["generate_until"]

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_parallel.data.tokenizer import CONFIG_FILE
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from moe_parallel.training.checkpoint.tensors import _WatchedStream
-from tests.huggingface.models import save_with_text, text_tokenizer
+from tests.huggingface.models import save_with_text
 from tools.import_hf import main
 
 NORM = "model.norm.weight"
@@ -84,49 +82,17 @@ def _index(**files: str) -> Callable[[Path], None]:
     return _change_json("model.safetensors.index.json", weight_map=files)
 
 
-def _of_integers(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[NORM] = tensors[NORM].long()
-
-
 def _twice(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
     _index(**{NORM: "other.safetensors", EXPERT: "model.safetensors"})(folder)
 
 
-def _an_endless_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{")
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "config.json: there is no such file: name a folder that"),
-    "no config.json": (_remove("config.json"), "config.json: there is no such file"),
-    "config.json cut": (_write("config.json", b'{"model_'), "config.json is damaged .not JSON"),
-    "config.json a list": (_write("config.json", b"[]"), "config.json is not a configuration"),
-    "config.json deep": (
-        _write("config.json", b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}"), "nested too deeply"
-    ),
-    "a number of 400 digits": (
-        _change_json("config.json", rope_theta=10**400), "is damaged .a number is not finite"
-    ),
     "endless layers": (
         _change_json("config.json", num_hidden_layers=10**9), "it must be at most 10000"
     ),
-    "endless experts": (
-        _change_json("config.json", num_local_experts=10**9), "gate.weight is .*, and by config"
-    ),
     "another family": (_change_json("config.json", model_type="gpt2"), "model_type is gpt2: it"),
-    "another number of layers": (
-        _change_json("config.json", num_hidden_layers=3),
-        "model.layers.2.input_layernorm.weight is missing, which the model of its config.json has",
-    ),
-    "fewer layers": (
-        _change_json("config.json", num_hidden_layers=1),
-        "model.layers.1.block_sparse_moe.experts.0.w1.weight is a tensor that the model of its",
-    ),
-    "another width": (
-        _change_json("config.json", intermediate_size=50),
-        r"experts.0.w1.weight is \[48, 32\], and by config.json it is \[50, 32\]",
-    ),
     "a missing tensor": (
         _change_tensors(lambda tensors: tensors.pop(EXPERT)), f"{EXPERT} is missing, which"
     ),
@@ -134,18 +100,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         _change_tensors(lambda tensors: tensors.update({"score.weight": torch.ones(2)})),
         "score.weight is a tensor that the model of its config.json does not have",
     ),
-    "integers": (_change_tensors(_of_integers), f"{NORM} is of type I64: only F32, BF16 and F16"),
     "a cut file": (_cut, "model.safetensors is incomplete or not a file of safetensors"),
-    "a header without end": (_an_endless_header, "model.safetensors is incomplete or not a file"),
     "pickles": (_pickles, "its weights are pickles, which may run code and are not read"),
     "no weights": (_remove("model.safetensors"), "it has neither model.safetensors nor model.saf"),
-    "an index of nothing": (_index(), "index.json is damaged .it has no weight_map"),
     "an index of a missing file": (_index(a="b.safetensors"), "b.safetensors is missing, which"),
     "an index of another folder": (
         _index(a="../theirs/model.safetensors"), "names the file .*: it must be one next to it"
-    ),
-    "an index of a missing tensor": (
-        _index(a="model.safetensors"), "model.safetensors has no a, which model.safetensors.index"
     ),
     "a tensor twice": (_twice, "both model.safetensors and other.safetensors have lm_head.weight"),
     "code of its own": (
@@ -153,18 +113,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "has code of its own .auto_map., which is not run here: .* add --trust-remote-code",
     ),
     "no tokenizer": (_remove("tokenizer.json"), "it has no tokenizer: name one by"),
-    "a damaged tokenizer": (_write("tokenizer.json", b"{}"), "is not a tokenizer.json"),
-    "a chat template that is a number": (
-        _change_json(CONFIG_FILE, chat_template=7), "chat_template is 7: it must be a text"
-    ),
-    "a token that is a list": (
-        _change_json(CONFIG_FILE, pad_token=["a"]), "pad_token is .'a'.: it must be a token"
-    ),
     "a damaged configuration of generation": (
         _write("generation_config.json", b'{"eos'), "generation_config.json is damaged .not JSON"
-    ),
-    "a beginning that is a text": (
-        _change_json("generation_config.json", bos_token_id="a"), "bos_token_id is 'a': it must be"
     ),
     "a larger tokenizer": (
         _change_json("config.json", vocab_size=100), "the tokenizer has .* tokens, and the model"
@@ -214,16 +164,12 @@ def test_the_good_folder_is_good(good: Path, tmp_path: Path, capsys: Any) -> Non
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--input is not set"),
         (["--input", "x"], "--output is not set"),
-        (["--input", "x", "--output", "y"], "x/config.json: there is no such file"),
-        (["--input", "GOOD", "--output", "GOOD"], "--output .* exists already: name a new folder"),
+        (["--input", "GOOD", "--output", "GOOD"], "--output .* already exists: name a new folder"),
         (
             ["--input", "GOOD", "--output", "y", "--hidden-size", "64"],
             "--hidden-size is 64, but",
         ),
-        (["--input", "GOOD", "--output", "y", "--num-expert", "4"], "did you mean --num-experts"),
-        (["--input", "GOOD", "--output", "y", "--expert-selection", "aoe"], "tools/convert.py"),
         (["--input", "GOOD", "--output", "y", "--vocab-size", "999"], "--vocab-size is 999, but"),
         (["--input", "GOOD", "--output", "y", "--save", "x"], "--save is for training: --input"),
         (["--input", "GOOD", "--output", "y", "--config", "x"], "--config names a file, but"),
@@ -239,16 +185,6 @@ def test_wrong_flags(
     with pytest.raises(InputError, match=message):
         raise InputError(said)
     assert not Path("y").exists()
-
-
-def test_another_tokenizer(good: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    text_tokenizer().save(other)
-    same = plan_import(good, ["--tokenizer-model", str(other)])
-    assert same.tokenizer.fingerprint == text_tokenizer().fingerprint
-    _change_json(CONFIG_FILE, eos_token="e")(other)
-    with pytest.raises(InputError, match="differs from the tokenizer of --input"):
-        plan_import(good, ["--tokenizer-model", str(other)])
 
 
 def test_weights_that_are_not_finite(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -275,16 +211,6 @@ def test_a_full_disk(
     with pytest.raises(InputError, match="--output .* cannot be written .No space left on device"):
         import_folder(plan_import(good, []), output)
     assert list(output.parent.iterdir()) == []
-
-
-def test_a_disk_without_room_is_refused_at_once(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(InputError, match=r"weights take 0\.[1-9] MiB, and 0\.0 MiB of the"):
-        import_folder(plan_import(good, []), tmp_path / "run")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tied_output_layer_may_be_written_too(tmp_path: Path) -> None:

@@ -65,20 +65,3 @@ def test_a_card():
     assert "| all | 1.5000 | - |" in card
     assert 'prompt = tokenizer("Once", return_tensors="pt")' in card
     assert not any("trust_remote_code" in line for line in card)
-
-
-def test_what_a_card_says_of_neurons_and_free_experts():
-    assert "| routing neurons | 8 of each expert, which compute every token |" in _card("uoe")
-    free = "| free experts | 0 zero, 2 copy, 0 constant; they count among the experts of a token |"
-    assert free in _card("aoe, free experts")
-    assert not any(line.startswith("| free") for line in _card())
-
-
-def test_what_a_card_says_of_the_tokenizer():
-    card = _card(adds_special_tokens=True)
-    assert 'prompt = tokenizer("Once", return_tensors="pt", add_special_tokens=False)' in card
-    card = _card(has_tokenizer=False, architecture="MoeParallelForCausalLM", validation=None)
-    assert not any(line.startswith(("tokenizer", "prompt")) for line in card)
-    assert any("SentencePiece opens it" in line for line in card)
-    assert 'model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)' in card
-    assert "The run has no evaluation of iteration 300." in card

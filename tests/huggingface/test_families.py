@@ -1,19 +1,13 @@
 """Each family's configuration and tensors, to ours and back."""
 
 import copy
-import dataclasses
-import inspect
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from transformers import masking_utils
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moe_parallel.config import make_config
@@ -26,9 +20,7 @@ from moe_parallel.huggingface.families import (
     fields_of,
     options_of,
 )
-from tests.huggingface.imported import run_of
-from tests.huggingface.models import LLAMA3, MODELS, SIZES, build, save
-from tests.program import stored_tensors
+from tests.huggingface.models import LLAMA3, MODELS, SIZES, build
 from tests.tiers import rest_in_full
 
 
@@ -55,64 +47,6 @@ def _fields(model_type: str, **changes: Any) -> Fields:
     )
 
 
-def test_every_family_has_a_model_here() -> None:
-    assert {family.model_type for family in FAMILIES} == set(MODELS)
-    for family in FAMILIES:
-        assert hasattr(transformers, family.architecture)
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_round_trip_is_the_same_to_the_bit(model_type: str, tmp_path: Path) -> None:
-    """In bf16, with rows of padding: into a checkpoint, and by the inverse into a folder again."""
-    saved = save(build(model_type).to(torch.bfloat16), tmp_path / "theirs")
-    run = run_of(saved, tmp_path / "run", ["--make-vocab-size-divisible-by", "64"])
-    checkpoint = run / "iter_0000000"
-    fields = Fields(Path("config.json"), json.loads((saved.folder / "config.json").read_text()))
-    family = family_of_folder(fields)
-    config = make_config(options_of(family, fields) | {"make_vocab_size_divisible_by": 64})
-    assert family_of_model(config) is family
-
-    ours = stored_tensors(checkpoint)
-    assert ours["embedding.word_embeddings.weight"].shape == (128, 32)
-    assert not ours["embedding.word_embeddings.weight"][96:].any()
-    theirs: dict[str, torch.Tensor] = {}
-    for place in family.places(config, 96):
-        begin_to_end = zip(place.offset, place.sizes, strict=True)
-        part = ours[place.key][tuple(slice(begin, begin + size) for begin, size in begin_to_end)]
-        split = [tensor.contiguous() for tensor in place.form.split(part)]
-        theirs |= zip(place.names, split, strict=True)
-    original = load_file(saved.folder / "model.safetensors")
-    assert theirs.keys() == original.keys()
-    for name, tensor in original.items():
-        assert tensor.dtype == theirs[name].dtype == torch.bfloat16
-        assert torch.equal(tensor.view(torch.int16), theirs[name].view(torch.int16)), name
-
-    back = tmp_path / "back"
-    back.mkdir()
-    save_file(theirs, back / "model.safetensors", metadata={"format": "pt"})
-    written = fields_of(family, config, 96, dtype="bfloat16")
-    (back / "config.json").write_text(json.dumps(written))
-    again = transformers.AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager")
-    assert type(again).__name__ == family.architecture
-    first = transformers.AutoModelForCausalLM.from_pretrained(
-        saved.folder, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        assert torch.equal(again(saved.tokens_BS).logits, first(saved.tokens_BS).logits)
-    _same_configuration(first.config.to_dict(), again.config.to_dict())
-
-
-def _same_configuration(first: dict[str, Any], again: dict[str, Any]) -> None:
-    """Equal, except for what has no counterpart or says the same in other words."""
-    if first.get("head_dim") is None:  # the quotient, which is written
-        again.pop("head_dim", None)
-        first.pop("head_dim", None)
-    for name in ("_name_or_path", "use_cache", "transformers_version", "rope_theta"):
-        first.pop(name, None)
-        again.pop(name, None)
-    assert {name: value for name, value in again.items() if first.get(name) != value} == {}
-
-
 @pytest.mark.parametrize(
     ("options", "architecture"),
     [
@@ -121,11 +55,7 @@ def _same_configuration(first: dict[str, Any], again: dict[str, Any]) -> None:
         (HEADS | {"add_qkv_bias": True}, "Qwen2ForCausalLM"),
         (HEADS | QK, "Qwen3ForCausalLM"),
         (HEADS | EXPERTS, "MixtralForCausalLM"),
-        (HEADS | EXPERTS | {"moe_ffn_hidden_size": 16}, "MixtralForCausalLM"),
-        (HEADS | EXPERTS | {"moe_z_loss_coeff": 0.1}, "MixtralForCausalLM"),
-        (HEADS | EXPERTS | SHARED, "Qwen2MoeForCausalLM"),
         (HEADS | EXPERTS | SHARED | {"add_qkv_bias": True}, "Qwen2MoeForCausalLM"),
-        (HEADS | EXPERTS | QK, "Qwen3MoeForCausalLM"),
         (HEADS | EXPERTS | QK | WHOLE | {"kv_channels": 10}, "Qwen3MoeForCausalLM"),
         (HEADS | EXPERTS | QK | {"moe_router_topk": 1}, "Qwen3MoeForCausalLM"),
         (HEADS | EXPERTS | QK | {"moe_layer_freq": "2"}, "Qwen3MoeForCausalLM"),
@@ -153,13 +83,10 @@ def test_the_architecture_that_computes_the_same(options: Any, architecture: str
     ("options", "lacking"),
     [
         ({"kv_channels": 10, "add_qkv_bias": True}, "Qwen2ForCausalLM has no --kv-channels 10"),
-        (QK | {"add_qkv_bias": True}, "Qwen3ForCausalLM has no --add-qkv-bias true"),
         (QK | {"qk_layernorm_all_heads": True}, "LlamaForCausalLM has no --qk-layernorm true"),
         (EXPERTS | {"expert_selection": "aoe"}, "Mixtral.* has no --expert-selection aoe"),
         (EXPERTS | {"moe_router_topk": 1}, "MixtralForCausalLM has no --moe-router-topk 1"),
-        (EXPERTS | WHOLE, "MixtralForCausalLM has no --moe-router-pre-softmax true"),
         (EXPERTS | {"moe_layer_freq": "2"}, "MixtralForCausalLM has no --moe-layer-freq 2"),
-        (EXPERTS | {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid"),
         (EXPERTS | {"moe_expert_capacity_factor": 1.0}, "no --moe-expert-capacity-factor 1.0"),
         (
             EXPERTS | SHARED | {"moe_shared_expert_gate": False},
@@ -176,14 +103,9 @@ def test_no_architecture_computes_the_same(options: Any, lacking: str) -> None:
     ("model_type", "changes", "message"),
     [
         ("gpt2", {}, "model_type is gpt2: it must be one of llama, qwen2, qwen3, mixtral"),
-        (None, {}, "it has no model_type"),
-        (["llama"], {}, "model_type is .'llama'.: it must be a text"),
         ("llama", {"architectures": ["LlamaModel"]}, "architectures is .* a language model"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu is known"),
-        ("llama", {"attention_bias": True}, "attention_bias is True: a bias of the output"),
-        ("llama", {"mlp_bias": True}, "mlp_bias is True"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "type is 'linear': only"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn': only default"),
         (
             "llama",
             {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
@@ -191,11 +113,7 @@ def test_no_architecture_computes_the_same(options: Any, lacking: str) -> None:
         ),
         ("llama", {"rope_theta": 10.5}, "rope_theta is 10.5: it must be a whole number"),
         ("llama", {"hidden_size": None}, "it has no hidden_size"),
-        ("llama", {"hidden_size": "32"}, "hidden_size is '32': it must be an integer of at least"),
-        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x': it must be a number"),
-        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1: it must be true or false"),
         ("llama", {"quantization_config": {}}, "quantization_config is {}: quantized weights"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* cannot be imported"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, ".* leave no layer of experts"),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers is .* a list of integers"),
@@ -211,12 +129,9 @@ def test_another_model_is_refused(model_type: Any, changes: Any, message: str) -
 @pytest.mark.parametrize(
     ("model_type", "changes", "length"),
     [
-        ("mixtral", {"sliding_window": None}, 64),
         ("mixtral", {"sliding_window": 20, "use_sliding_window": False}, 20),
         ("qwen2", {"sliding_window": 20, "use_sliding_window": False}, 64),
-        ("qwen2", {"sliding_window": 20}, 64),
         ("qwen2", {"sliding_window": 20, "use_sliding_window": True}, 20),
-        ("qwen2", {"sliding_window": 200, "use_sliding_window": True}, 64),
         ("qwen2", {"max_position_embeddings": 9000, "use_sliding_window": True}, 4096),
         ("qwen3_moe", {"attention_chunk_size": 20}, 20),  # which its cache reads
     ],
@@ -224,43 +139,6 @@ def test_another_model_is_refused(model_type: Any, changes: Any, message: str) -
 def test_sequences_are_within_a_sliding_window(model_type: str, changes: Any, length: int) -> None:
     fields = _fields(model_type, **changes)
     assert options_of(family_of_folder(fields), fields)["seq_length"] == length
-
-
-class Noted(dict[str, Any]):
-    """The fields of a config.json, and the names of those that were asked for."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.read: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
-
-
-#: What transformers reads for a family, and what changes no logits.
-HARMLESS = {
-    *("bos_token_id", "eos_token_id", "pad_token_id"),  # of the tokenizer
-    *("use_cache", "attention_dropout", "output_router_logits", "get_text_config"),
-    "num_local_experts",  # another name of num_experts, which the tensors show
-    "max_window_layers",  # of all layers, those that slide; no window shows
-    "pretraining_tp",  # sums in another order
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_every_field_that_transformers_reads_is_read(family: Family) -> None:
-    values = Noted(_fields(family.model_type, use_sliding_window=True).values)
-    for scaling in ({}, LLAMA3):
-        values["rope_scaling"] = scaling
-        options_of(family, Fields(Path("config.json"), values))
-    theirs = transformers.AutoConfig.for_model(family.model_type)
-    modeling = getattr(transformers, family.architecture).__module__
-    sources = [inspect.getsource(sys.modules[modeling]), inspect.getsource(masking_utils)]
-    named = re.findall(r"\bconfig(?:\.|, \")([a-z][a-z_]*)", "".join(sources))
-    own = {field.name for field in dataclasses.fields(theirs)}
-    common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
-    assert {*named, *(own - common)} - values.read - HARMLESS == set()
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -321,8 +199,6 @@ def test_a_field_that_changes_the_logits_is_used_or_refused_by_name(model_type: 
     ("fields", "refused"),
     [
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, None),
-        ({"rope_scaling": LLAMA3, "rope_parameters": LINEAR}, None),
-        ({"rope_scaling": {}, "rope_parameters": LLAMA3}, None),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3}, None),
         (
             {"rope_scaling": {"rope_type": "default"}, "rope_theta": 300.0}
@@ -330,7 +206,6 @@ def test_a_field_that_changes_the_logits_is_used_or_refused_by_name(model_type: 
             None,
         ),
         ({"rope_scaling": LINEAR, "rope_parameters": LLAMA3}, "rope_type is 'linear'"),
-        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 8192}, None),
         ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}, "original_max"),
         (
             {"rope_parameters": {k: v for k, v in LLAMA3.items() if "original" not in k}},

@@ -119,15 +119,6 @@ def test_a_folder_of_several_files_in_bf16(tmp_path: Path) -> None:
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_a_vocabulary_that_tensor_parallelism_does_not_divide(tmp_path: Path) -> None:
-    """No rows are added unless it is asked for; added rows are zero and no logits."""
-    saved = save(build("llama", vocab_size=91), tmp_path / "theirs")
-    assert plan_import(saved.folder, WITHOUT_TEXT).config.padded_vocab_size(91) == 91
-    run = run_of(saved, tmp_path / "run", ["--make-vocab-size-divisible-by", "8"])
-    ((found,),) = run_distributed(1, _logits_of_each, [(saved, run)])
-    torch.testing.assert_close(found, saved.logits_BSV, atol=TOLERANCE, rtol=0)
-
-
 def test_one_part_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 

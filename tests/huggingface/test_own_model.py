@@ -3,7 +3,6 @@
 import pytest
 
 from moe_parallel.config import parse_command_line
-from moe_parallel.errors import InputError
 from moe_parallel.hf import MoeParallelConfig
 from moe_parallel.huggingface.own_model import own_config_json
 from tests.program import SMALL, flags
@@ -17,8 +16,6 @@ def _fields(of_run):
 @pytest.mark.parametrize(
     ("of_run", "expected"),
     [
-        (options("topk"), {"rule": "topk", "num_experts_per_tok": 2, "norm_topk_prob": True}),
-        (options("topk, one expert"), {"num_experts_per_tok": 1, "norm_topk_prob": False}),
         (
             options("topk") | {"moe_router_pre_softmax": True},
             {"scoring_func": "softmax", "norm_topk_prob": False},
@@ -36,16 +33,9 @@ def _fields(of_run):
             {"rule": "topk", "num_experts_per_tok": 3, "shared_expert_gate": True},
         ),
         (
-            options("threshold"),
-            {"rule": "threshold", "scoring_func": "sigmoid", "expert_bias": True},
-        ),
-        (
             options("top_p, a moving p") | {"moe_inference_top_p": 0.3},
             {"rule": "top_p", "moe_top_p": 0.3, "norm_topk_prob": True},
         ),
-        (options("relu"), {"rule": "relu", "num_experts_per_tok": 4}),
-        (options("hash"), {"rule": "hash", "num_experts_per_tok": 2, "norm_topk_prob": True}),
-        (options("hash") | {"moe_router_topk": 1}, {"rule": "hash", "norm_topk_prob": False}),
         (
             options("uoe"),
             {"rule": "topk", "scores": "neurons", "routing_neurons": 8, "norm_of": "activation",
@@ -62,19 +52,6 @@ def _fields(of_run):
             options("top_p") | {"moe_copy_experts": 3},
             {"rule": "top_p", "num_experts": 4, "num_experts_per_tok": 7, "copy_experts": 3},
         ),
-        (options("lory"), {"rule": "merge"}),
-        (options("relu"), {"router_aux_loss_coef": None}),
-        (options("aoe") | {"moe_aux_loss_coeff": 0.5}, {"router_aux_loss_coef": 0.5}),
-        (
-            options("aoe") | {"moe_aux_loss_coeff": 0.5, "moe_aux_loss_per_choice": True},
-            {"router_aux_loss_coef": 0.125},  # two layers, two choices
-        ),
-        (
-            options("top_p")
-            | {"moe_copy_experts": 3, "moe_free_expert_tau": 0.5}
-            | {"moe_router_load_balancing_type": "seq_aux_loss"},
-            {"aux_loss_by_sequence": True, "free_expert_tau": 0.5},
-        ),
         (options("lory_prefix"), {"rule": "merge", "prefix_length": 3}),
     ],
 )  # fmt: skip
@@ -83,22 +60,3 @@ def test_the_rule_of_evaluations(of_run, expected):
     assert {name: fields.get(name) for name in expected} == expected
     known = {*MoeParallelConfig().to_dict(), "auto_map"}
     assert fields.keys() <= known  # a field that is not known would have no effect
-
-
-@pytest.mark.parametrize(
-    ("of_run", "message"),
-    [
-        (options("smear"), "need: each token needs the mean of its whole seq"),
-        (options("top_p, a moving p"), "need: its p is that of the latest step"),
-        (options("corm"), "its layer, ContrastiveLayer, has no"),
-        (options("segment_expert_choice"), "need: experts are chosen for whole"),
-        (
-            options("aoe") | {"moe_router_force_routing": "hot:0.5"},
-            r"its experts are forced \(hot:0.5\), so it is a benchmark and not a model to export",
-        ),
-    ],
-)
-def test_systems_that_are_refused(of_run, message):
-    with pytest.raises(InputError, match=message) as raised:
-        _fields(of_run)
-    assert "\n" not in str(raised.value)

@@ -100,11 +100,3 @@ def test_special_tokens_and_templates_are_kept(tmp_path: Path) -> None:
     assert theirs.apply_chat_template(talk, tokenize=False) == "<s>the expert"
     assert written.generation == {"eos_token_id": 2, "pad_token_id": 2, "bos_token_id": 1}
     assert theirs("the expert")["input_ids"] == [1, *ours.tokenize("the expert")]
-
-
-def test_the_files_of_a_converted_model(tmp_path: Path) -> None:
-    write_tokenizer(trained(tmp_path, **LLAMA), 64, tmp_path / "out")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"tokenizer.json", "tokenizer_config.json"}
-    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert (config["eos_token"], config["model_max_length"]) == ("</s>", 64)

@@ -130,28 +130,3 @@ def test_a_template_is_never_run(tmp_path: Path) -> None:
     output = _in_and_out(folder, tmp_path)
     assert _read(output / CONFIG_FILE)["chat_template"] == template
     assert not marker.exists()
-
-
-def test_a_token_that_the_vocabulary_lacks_is_left_out_and_told(tmp_path: Path) -> None:
-    folder, ids = _chat_folder(tmp_path / "theirs")
-    lacks = {"pad_token": "<none>", "extra_special_tokens": ["<|turn|>", "<nor this>"]}
-    (folder / CONFIG_FILE).write_text(json.dumps(_read(folder / CONFIG_FILE) | lacks))
-    output = _in_and_out(folder, tmp_path)
-    opened = transformers.AutoTokenizer.from_pretrained(output)
-    assert len(opened) == 1 + max(ids.values())
-    assert opened.pad_token == "<|endoftext|>"
-    assert opened.extra_special_tokens == ["<|turn|>"]
-    card = (output / "README.md").read_text()
-    assert "named tokens as extra_special_tokens, pad_token that are not in the voc" in card
-
-
-def test_ends_of_config_json_alone(tmp_path: Path) -> None:
-    """A folder of an older version has no generation_config.json."""
-    folder = tmp_path / "theirs"
-    save(build("mixtral", vocab_size=text_tokenizer().vocab_size), folder)
-    text_tokenizer().save(folder)
-    (folder / "generation_config.json").unlink()
-    changes = {"eos_token_id": [0, 5], "bos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(_read(folder / "config.json") | changes))
-    generation = _read(_in_and_out(folder, tmp_path) / "generation_config.json")
-    assert generation == {"bos_token_id": 2, "eos_token_id": [0, 5], "pad_token_id": 0}

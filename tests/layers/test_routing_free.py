@@ -7,11 +7,11 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.layers.system import system_of
+from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems import RoutingFreeSelection
 from moe_parallel.systems.routing_free.rule import routing_free_loss
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 from tests.layers.cases import direction, routing_free
 from tests.layers.single import Case, build, run, values
@@ -20,7 +20,7 @@ NORMS = [[2.0, 0.0], [1.0, 3.0]]
 
 
 def choices_of(norms_TE: torch.Tensor) -> Choices:
-    return Threshold(threshold.raw_value, level=0.5, bias_E=torch.zeros(2))(norms_TE, Tokens(1))
+    return Threshold(rules.raw_value, level=0.5, bias_E=torch.zeros(2))(norms_TE, Tokens(1))
 
 
 @pytest.mark.parametrize(("expert_share", "expected"), [(1.0, 1.125), (0.0, 1.25), (0.5, 1.1875)])
@@ -33,8 +33,8 @@ def test_the_loss_by_hand(expert_share: float, expected: float) -> None:
     assert loss.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("gate", [threshold.raw_value, threshold.softmax_of_chosen])
-def test_what_is_not_chosen_has_no_gradient_and_does_not_count(gate: threshold.Gate) -> None:
+@pytest.mark.parametrize("gate", [rules.raw_value, rules.softmax_of_chosen])
+def test_what_is_not_chosen_has_no_gradient_and_does_not_count(gate: rules.Gate) -> None:
     """The value 0.4 is not above 0.5. The loss is of values, whatever weighs the outputs."""
     norms_TE = torch.tensor([[2.0, 0.4], [1.0, 3.0]], requires_grad=True)
     rule = Threshold(gate, level=0.5, bias_E=torch.zeros(2))

@@ -22,8 +22,8 @@ FAULTS = [
     Fault(
         "top-K takes the smallest",
         f"{SELECTION}/topk.py",
-        "greatest(own_TE, self.k)",
-        "greatest(-own_TE, self.k)",
+        "greatest(ranked_TE, self.k, ties_TE)",
+        "greatest(-ranked_TE, self.k, ties_TE)",
         ("tests/selection",),
     ),
     Fault(
@@ -35,21 +35,21 @@ FAULTS = [
     ),
     Fault(
         "softmax over all is not renormalized over the chosen",
-        f"{SELECTION}/topk.py",
+        f"{SELECTION}/rules.py",
         "torch.softmax(scores_TE.gather(1, experts_TK), dim=1)",
         "torch.softmax(scores_TE, dim=1).gather(1, experts_TK)",
         ("tests/selection", "tests/layers"),
     ),
     Fault(
         "a group counts its best expert alone",
-        f"{SELECTION}/topk.py",
+        f"{SELECTION}/rules.py",
         ".topk(max(1, k // self.topk), dim=2)",
         ".topk(1, dim=2)",
         ("tests/selection", "tests/layers"),
     ),
     Fault(
         "top-p drops the expert that crosses p",
-        "moe_parallel/systems/top_p/rule.py",
+        "moe_parallel/selection/rules.py",
         ".double().cumsum(dim=1) - ",
         ".double().cumsum(dim=1) - 0 * ",
         ("tests/selection", "tests/layers"),
@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "a Lory segment merges by the one after it",
-        f"{SELECTION}/segments.py",
+        f"{SELECTION}/rules.py",
         "[first(e_GBE), e_GBE[:-1]]",
         "[first(e_GBE), e_GBE[1:]]",
         ("tests/selection", "tests/layers"),

@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 HUGGINGFACE = "moe_parallel/huggingface"
+MEGATRON_CHECKPOINT = "moe_parallel/megatron_checkpoint"
 
 FAULTS_OF_MODELS = [
     Fault(
@@ -59,8 +60,8 @@ FAULTS_OF_MODELS = [
     Fault(
         "a segment is merged by its own mean, which later tokens are part of",
         "moe_parallel/hf/modeling_moe_parallel.py",
-        "                before = segment\n",
-        "",
+        "shifted(e_GBE, first)",
+        "e_GBE",
         ("tests/hf/test_modeling_moe_parallel.py", "tests/harness/test_model.py"),
     ),
     # Import from and export to transformers.
@@ -69,27 +70,27 @@ FAULTS_OF_MODELS = [
         f"{HUGGINGFACE}/tensors.py",
         "torch.cat(by_group, dim=1).flatten(0, 1)",
         "torch.cat(tensors)",
-        ("tests/huggingface/test_families.py", "tests/huggingface/test_importing.py"),
+        ("tests/huggingface/test_path.py", "tests/huggingface/test_importing.py"),
     ),
     Fault(
         "an export exchanges the two halves of an expert",
         f"{HUGGINGFACE}/tensors.py",
         "in part[0].unbind(1)]",
         "in part[0].flip(1).unbind(1)]",
-        ("tests/huggingface/test_families.py", "tests/huggingface/test_export.py"),
+        ("tests/huggingface/test_path.py", "tests/huggingface/test_export.py"),
     ),
     Fault(
         "an import takes the architecture's rotary base for the folder's",
         f"{HUGGINGFACE}/families.py",
-        'fields.number("rope_theta", family.rope_theta)',
+        'fields.get("rope_theta", float, family.rope_theta)',
         "family.rope_theta",
         ("tests/huggingface/test_families.py",),
     ),
     Fault(
         "an export says that shares of sigmoids do not sum to 1",
         f"{HUGGINGFACE}/own_model.py",
-        'topk.sigmoid_share_of_selected: ("sigmoid", True)',
-        'topk.sigmoid_share_of_selected: ("sigmoid", False)',
+        '"norm_topk_prob": normalized',
+        '"norm_topk_prob": normalized and scoring != "sigmoid"',
         ("tests/huggingface/test_own_model.py", "tests/huggingface/test_export.py"),
     ),
     Fault(
@@ -101,9 +102,23 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "an exported gate of the margin is that of the score",
-        "moe_parallel/hf/modeling_moe_parallel.py",
-        '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values)',
-        '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(scores)',
+        "moe_parallel/selection/rules.py",
+        '"sigmoid_of_value": sigmoid_of_value',
+        '"sigmoid_of_value": sigmoid',
         ("tests/hf/test_modeling_moe_parallel.py", "tests/huggingface/test_export.py"),
+    ),
+    Fault(
+        "an import from Megatron-LM exchanges the two halves of an expert",
+        f"{MEGATRON_CHECKPOINT}/tensors.py",
+        "theirs[0].unflatten(1, (2, -1))",
+        "theirs[0].unflatten(1, (2, -1)).flip(1)",
+        ("tests/megatron_checkpoint/test_both_ways.py",),
+    ),
+    Fault(
+        "a checkpoint of Megatron-LM may link to files elsewhere",
+        f"{MEGATRON_CHECKPOINT}/tensors.py",
+        "path.is_symlink() or not path.is_file()",
+        "not path.is_file()",
+        ("tests/megatron_checkpoint/test_bad_input.py",),
     ),
 ]

@@ -24,7 +24,7 @@ FAULTS_OF_ROUTING = [
     ),
     Fault(
         "the softmax of the chosen leaves out their biases",
-        "moe_parallel/systems/threshold/rule.py",
+        "moe_parallel/selection/rules.py",
         "values_TE.masked_fill(~chosen_TE, lowest)",
         "scores_TE.masked_fill(~chosen_TE, lowest)",
         ("tests/selection/test_threshold.py", *OF_LAYERS),
@@ -38,9 +38,9 @@ FAULTS_OF_ROUTING = [
     ),
     Fault(
         "all free experts are taken for zero experts",
-        f"{SELECTION}/topk.py",
-        "(experts_TK < first + self.num_zero)",
-        "(experts_TK < first + self.num_free)",
+        f"{SELECTION}/rules.py",
+        "(experts_TK >= first + self.num_zero)",
+        "(experts_TK >= first + self.num_free)",
         ("tests/layers/test_free_experts.py", *OF_LAYERS),
     ),
     Fault(
@@ -101,7 +101,7 @@ FAULTS_OF_ROUTING = [
     ),
     Fault(
         "constant experts share one softmax",
-        f"{LAYERS}/free_experts.py",
+        f"{SELECTION}/rules.py",
         "logits_TCA.softmax(-1)",
         "logits_TCA.softmax(1)",
         ("tests/layers/test_free_experts.py", *OF_LAYERS),

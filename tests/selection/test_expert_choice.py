@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 from moe_parallel.layers.dispatched import SplitTokens
 from moe_parallel.layers.system import system_of
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 from tests.oracles import routing as oracle
 
 TOKENS = Tokens(2)
-RANKINGS = {"raw": raw, "softmax": topk.softmax}
+RANKINGS = {"raw": raw, "softmax": rules.softmax}
 
 
 def _scores(tokens=24, experts=6, levels=None):
@@ -76,8 +76,8 @@ def test_tokens_taken(factor, tokens, experts, taken):
 @pytest.mark.parametrize("factor, k", [(0.3, 1), (1.0, 1), (2.0, 2), (3.7, 4)])
 def test_tokens_choose_in_evaluations(kind, factor, k):
     for scores, ranking, gate in (
-        ("raw", raw, topk.raw_score),
-        ("softmax", topk.softmax, topk.raw_probability),
+        ("raw", raw, rules.raw_score),
+        ("softmax", rules.softmax, rules.raw_probability),
     ):
         selection = kind(moe_expert_choice_capacity_factor=factor, moe_expert_choice_scores=scores)
         training, evaluation = system_of(selection).rules(selection)

@@ -15,8 +15,9 @@ from moe_parallel.selection.forced import (
     Zipf,
     shares_of,
 )
+from moe_parallel.selection.rules import raw_probability
 from moe_parallel.selection.tokens import Share, Tokens
-from moe_parallel.selection.topk import TopK, raw_probability
+from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.top_p.rule import TopP
 
 ONE = 2**32

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from moe_parallel.selection import rules
 from moe_parallel.selection.forced import Replayed
+from moe_parallel.selection.rules import softmax
 from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import TopK, softmax
+from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice.rule import ExpertChoice, raw
 from moe_parallel.systems.relu.rule import ReLU
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 from moe_parallel.systems.top_p.rule import TopP
 
@@ -50,8 +51,8 @@ RULES = {
     "expert choice, softmax": ExpertChoice(2.0, softmax),
     "by segment": BySegment(ExpertChoice(1.0, softmax), 3),
     "relu": ReLU(),
-    "threshold": Threshold(threshold.sigmoid, bias_E=CUTOFF_BIAS),
-    "threshold, softmax of chosen": Threshold(threshold.softmax_of_chosen, 0.2, CUTOFF_BIAS),
+    "threshold": Threshold(rules.sigmoid, bias_E=CUTOFF_BIAS),
+    "threshold, softmax of chosen": Threshold(rules.softmax_of_chosen, 0.2, CUTOFF_BIAS),
 }
 
 
@@ -89,7 +90,7 @@ def test_a_bias_goes_by_the_ranking_of_the_rule_and_changes_no_choice() -> None:
 def test_the_probs_of_a_threshold_know_its_cutoffs() -> None:
     """The trace says expert 0, whose value 0 - 1 is not above 0."""
     scores_TE = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
-    rule, _ = replayed(Threshold(threshold.sigmoid_of_value), [[0, -1]])
+    rule, _ = replayed(Threshold(rules.sigmoid_of_value), [[0, -1]])
     choices = rule.with_bias(torch.tensor([-1.0, 0.0]))(scores_TE, Tokens(1))
     assert choices.experts_TK.tolist() == [[0, -1]]
     assert choices.probs_TK[0, 0].item() == pytest.approx(0.2689, abs=1e-4)
@@ -99,7 +100,7 @@ def test_the_probs_of_a_threshold_know_its_cutoffs() -> None:
 def test_the_softmax_of_a_threshold_is_over_the_recorded_experts() -> None:
     """The threshold would choose experts 0 and 1; the trace says 0 and 2."""
     scores_TE = torch.tensor([[LN2, LN3, 0.0]], dtype=torch.float64)
-    rule, _ = replayed(Threshold(threshold.softmax_of_chosen, level=0.5), [[0, 2, -1]])
+    rule, _ = replayed(Threshold(rules.softmax_of_chosen, level=0.5), [[0, 2, -1]])
     choices = rule(scores_TE, Tokens(1))
     assert choices.probs_TK[0, :2].tolist() == pytest.approx([2 / 3, 1 / 3])
 

@@ -7,19 +7,17 @@ import pytest
 import torch
 
 from moe_parallel.layers.dispatched import SplitTokens
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import own, shifted, uniform
 from moe_parallel.selection.segments import (
     BySegment,
     Merges,
     by_first,
     by_previous,
     means_of,
-    own,
     segment_sums,
     segment_sums_of_share,
-    shifted,
-    uniform,
 )
 from moe_parallel.selection.tokens import Tokens, take, zigzag
 from moe_parallel.selection.topk import TopK
@@ -119,7 +117,7 @@ JUDGED = [[2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]  # segment 1 by itself, 2 by 1, 3 
 
 
 def test_segments_are_judged_by_the_one_before():
-    chosen = BySegment(TopK(1, topk.raw_score), 2)(torch.tensor(SCORES), Tokens(1))
+    chosen = BySegment(TopK(1, rules.raw_score), 2)(torch.tensor(SCORES), Tokens(1))
     assert chosen.scores_TE.tolist() == [JUDGED[0]] * 2 + [JUDGED[1]] * 2 + [JUDGED[2]]
     assert chosen.experts_TK.tolist() == [[0], [0], [0], [0], [1]]
     assert chosen.probs_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
@@ -127,7 +125,7 @@ def test_segments_are_judged_by_the_one_before():
 
 def test_the_first_segment_gives_scores_no_gradient():
     scores = torch.tensor(SCORES, requires_grad=True)
-    chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1))
+    chosen = BySegment(TopK(1, rules.raw_score), 2)(scores, Tokens(1))
     chosen.probs_TK[:2].sum().backward(retain_graph=True)
     assert (scores.grad == 0).all()
     chosen.probs_TK[2:].sum().backward()
@@ -155,7 +153,7 @@ def test_experts_choose_as_in_the_oracle(tokens, sequences, length, factor, raw_
 
 
 def _experts_choose(scores_SBE, length, factor, raw_scores, tokens) -> Choices:
-    rule = ExpertChoice(factor, raw if raw_scores else topk.softmax)
+    rule = ExpertChoice(factor, raw if raw_scores else rules.softmax)
     scores_TE = torch.from_numpy(scores_SBE).flatten(0, 1)
     return BySegment(rule, length)(scores_TE, tokens)
 
@@ -179,7 +177,7 @@ def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any
     tp = torch.distributed.group.WORLD
     mine = numpy.split(scores, sequence_shares)[tp.rank()]
     leaf = torch.from_numpy(mine).flatten(0, 1).requires_grad_()
-    rule = BySegment(TopK(2, topk.raw_probability), length)
+    rule = BySegment(TopK(2, rules.raw_probability), length)
     split = SplitTokens(scores.shape[1], tp)
     chosen = rule(leaf, split)
     # A loss to which every token contributes by its position in the sequence.

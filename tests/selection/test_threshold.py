@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from moe_parallel.selection import rules
+from moe_parallel.selection.rules import Gate
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems.relu.rule import ReLU
-from moe_parallel.systems.threshold import rule as threshold
-from moe_parallel.systems.threshold.rule import Gate, Threshold
+from moe_parallel.systems.threshold.rule import Threshold
 
 TOKENS = Tokens(1)
 
@@ -19,7 +20,7 @@ def experts_of(rule: Threshold, *scores: list[float]) -> list[list[int]]:
 
 def test_by_hand() -> None:
     """Cutoffs 1 and 2: a token has two experts, one or none."""
-    rule = Threshold(threshold.sigmoid, bias_E=torch.tensor([-1.0, -2.0]))
+    rule = Threshold(rules.sigmoid, bias_E=torch.tensor([-1.0, -2.0]))
     choices = rule(torch.tensor([[3.0, 4.0], [1.5, 1.0], [0.0, 1.9]]), TOKENS)
     assert choices.experts_TK.tolist() == [[1, 0], [0, -1], [-1, -1]]  # the largest prob first
     assert choices.tokens_per_expert().tolist() == [2.0, 1.0]
@@ -29,19 +30,19 @@ def test_by_hand() -> None:
 
 def test_a_score_at_the_cutoff_is_not_above_it() -> None:
     """Scores that all tie choose nobody: no tie is broken by the number of an expert."""
-    assert experts_of(Threshold(threshold.sigmoid), [0.0, 0.0]) == [[]]
-    rule = Threshold(threshold.softmax_of_scores).with_bias(torch.full((3,), -0.1))
+    assert experts_of(Threshold(rules.sigmoid), [0.0, 0.0]) == [[]]
+    rule = Threshold(rules.softmax_of_scores).with_bias(torch.full((3,), -0.1))
     assert experts_of(rule, [0.1, 0.1, 0.1], [0.1, 0.2, 0.0]) == [[], [1]]
 
 
 @pytest.mark.parametrize(
     ("gate", "expected"),
     [
-        (threshold.sigmoid, [0.8808, 0.7311]),
-        (threshold.softmax_of_scores, [0.7311, 0.2689]),
-        (threshold.sigmoid_of_value, [0.7311, 0.6225]),
-        (threshold.raw_value, [1.0, 0.5]),
-        (threshold.softmax_of_chosen, [0.6225, 0.3775]),
+        (rules.sigmoid, [0.8808, 0.7311]),
+        (rules.softmax_of_scores, [0.7311, 0.2689]),
+        (rules.sigmoid_of_value, [0.7311, 0.6225]),
+        (rules.raw_value, [1.0, 0.5]),
+        (rules.softmax_of_chosen, [0.6225, 0.3775]),
     ],
 )
 def test_gates_by_hand(gate: Gate, expected: list[float]) -> None:
@@ -53,7 +54,7 @@ def test_gates_by_hand(gate: Gate, expected: list[float]) -> None:
 
 def test_the_cutoff_has_no_gradient_and_the_scores_have_that_of_the_gate() -> None:
     scores_TE = torch.tensor([[2.0, -1.0]], requires_grad=True)
-    choices = Threshold(threshold.sigmoid, bias_E=torch.zeros(2))(scores_TE, TOKENS)
+    choices = Threshold(rules.sigmoid, bias_E=torch.zeros(2))(scores_TE, TOKENS)
     choices.probs_per_expert().sum().backward()
     slope = torch.sigmoid(torch.tensor(2.0)) * torch.sigmoid(torch.tensor(-2.0))
     assert scores_TE.grad is not None

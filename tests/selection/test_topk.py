@@ -6,10 +6,11 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.selection import topk
+from moe_parallel.selection import rules
 from moe_parallel.selection.choices import greatest
+from moe_parallel.selection.rules import GroupLimit
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import GroupLimit, TopK
+from moe_parallel.selection.topk import TopK
 from tests.oracles import layers as oracle
 
 SHAPES = [(1, 1, 1), (9, 4, 2), (9, 5, 5), (30, 7, 3), (0, 4, 2)]  # T, E, K
@@ -36,7 +37,7 @@ def test_probs_are_a_softmax_over_the_selected(tokens, experts, k):
 
 def test_probs_of_all_experts_are_the_softmax_over_all():
     scores = torch.from_numpy(_scores(9, 5))
-    for gate in (topk.softmax_of_selected, topk.raw_probability):
+    for gate in (rules.softmax_of_selected, rules.raw_probability):
         choices = TopK(5, gate)(scores, TOKENS)
         by_expert = torch.zeros(9, 5).scatter(1, choices.experts_TK, choices.probs_TK)
         torch.testing.assert_close(by_expert, torch.softmax(scores, dim=1))
@@ -45,7 +46,7 @@ def test_probs_of_all_experts_are_the_softmax_over_all():
 @pytest.mark.parametrize("offset", [-200.0, 200.0])
 def test_sigmoids_far_from_0_still_have_shares(offset):
     scores = torch.tensor([[0.0, 1.0, 2.0]]) + offset
-    rule = TopK(2, topk.sigmoid_share_of_selected, topk.sigmoid_shares, torch.sigmoid)
+    rule = TopK(2, rules.sigmoid_share_of_selected, rules.sigmoid_shares, torch.sigmoid)
     choices = rule.of(scores, torch.tensor([[2, 1]]))
     # Far below 0 a sigmoid is an exponential; far above it is 1.
     weights = numpy.exp([0.0, 1.0, 2.0]) if offset < 0 else numpy.ones(3)
@@ -57,7 +58,7 @@ def test_sigmoids_far_from_0_still_have_shares(offset):
 def test_a_bias_selects_and_never_weighs():
     scores = torch.tensor([[2.0, 1.0, 0.0]])
     bias = torch.tensor([0.0, 0.0, 1.0])  # on probabilities of .67, .24 and .09
-    choices = TopK(2, ranking=topk.softmax, bias_E=bias)(scores, TOKENS)
+    choices = TopK(2, ranking=rules.softmax, bias_E=bias)(scores, TOKENS)
     assert choices.experts_TK.tolist() == [[2, 0]]
     torch.testing.assert_close(choices.probs_TK, torch.softmax(torch.tensor([[0.0, 2.0]]), 1))
     torch.testing.assert_close(choices.probabilities_TE, torch.softmax(scores, 1))
@@ -86,7 +87,7 @@ SATURATED = [
 ]
 
 
-@pytest.mark.parametrize("ranking", [torch.sigmoid, topk.softmax])
+@pytest.mark.parametrize("ranking", [torch.sigmoid, rules.softmax])
 @pytest.mark.parametrize(
     "options",
     [{}, {"bias_E": torch.zeros(4)}, {"bias_E": torch.ones(4)}, {"groups": GroupLimit(4, 2)}],
@@ -120,7 +121,7 @@ def test_the_lowest_index_wins_a_tie_and_nan_is_the_largest(experts):
 
 
 def test_probs_that_underflow_beside_a_zero_expert_are_0() -> None:
-    probs = topk.WithoutZeroExperts(topk.softmax_of_selected, num_free=1, num_zero=1)
+    probs = rules.WithoutZeroExperts(rules.softmax_of_selected, num_free=1, num_zero=1)
     scores_TE = torch.tensor([[0.0, 1.0, 200.0]], requires_grad=True)
     probs_TK = probs(scores_TE, torch.softmax(scores_TE, dim=1), torch.tensor([[2, 1]]))
     assert probs_TK.tolist() == [[0, 0]]

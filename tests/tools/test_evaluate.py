@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.data.tokenizer import train_byte_bpe
-from tests import systems
-from tests.data.small_text import write_texts
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, pretrain_here, small_data
 from tests.tools.running import ROOT, run_tool_forked
@@ -35,11 +31,6 @@ def _counts(folder: Path, **more: Any) -> Path:
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _counts(tmp_path_factory.mktemp("evaluated"))
-
-
-@pytest.fixture(scope="module")
-def counting_aoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _counts(tmp_path_factory.mktemp("aoe"), **systems.options("aoe"))
 
 
 def counted(n: int) -> str:
@@ -141,107 +132,3 @@ def test_wrong_input_is_one_line_and_code_2(
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
-
-
-def _line(choose: random.Random) -> str:
-    if choose.random() < 0.5:
-        words = " ".join(choose.choices(WORDS, k=2))
-        return f"copy {words} : {words}"
-    a = choose.randrange(10)
-    b = choose.randrange(10 - a)
-    return f"{WORDS[a]} plus {WORDS[b]} is {WORDS[a + b]}"
-
-
-@pytest.fixture(scope="module")
-def copying(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned to copy two words and to add two numbers below ten."""
-    folder = tmp_path_factory.mktemp("learned")
-    choose = random.Random(1)
-    texts = ["\n".join(_line(choose) for _ in range(5)) for _ in range(3000)]
-    tokenizer = train_byte_bpe(texts, 300)
-    tokenizer.save(folder / "tokenizer")
-    write_texts(folder / "both", texts, tokenizer)
-    options = SMALL | {
-        "data_path": [folder / "both"],
-        "split": "99,1,0",
-        "tokenizer_model": folder / "tokenizer",
-        "data_cache_path": folder / "cache",
-        "save": folder / "run",
-        "hidden_size": 64,
-        "seq_length": 64,
-        "global_batch_size": 16,
-        "micro_batch_size": 16,
-        "train_iters": 500,
-        "lr": 5e-3,
-        "min_lr": 1e-4,
-        "log_interval": 100,
-        "eval_iters": 0,
-    }
-    run_distributed(1, pretrain_here, [options])
-    return folder / "run"
-
-
-@pytest.mark.full
-def test_generated_answers_that_are_known(copying: Path, tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
-    folder = ROOT / "examples/tasks"
-    done = run_forked(
-        *("--load", copying, "--tasks", "copy", "word_sums", "--include-path", folder),
-        *("--shots", 2, "--output", output),
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(output.read_text())["results"]
-    assert results["word_sums"]["exact_match,strip"] >= 0.8
-    assert results["copy"]["exact_match,strip"] >= 0.8
-
-
-def _answers(options: dict[str, Any], tasks: list[str], folder: Path) -> list[Any]:
-    """What a model of the harness answers, in order; numbers, truth values and texts."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    model: Any = "hf"
-    if "modules" in options:  # the export's own code is run, which transformers copies there
-        from transformers import dynamic_module_utils
-
-        dynamic_module_utils.HF_MODULES_CACHE = str(options.pop("modules"))
-    elif "load" in options:
-        from moe_parallel.harness.model import harness_model
-
-        model = harness_model(options.pop("load"), (), 4)
-    results = simple_evaluate(
-        model=model,
-        model_args=options,
-        tasks=tasks,
-        batch_size=4,
-        bootstrap_iters=0,
-        log_samples=True,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-    )
-    samples = [each for task in tasks for each in results["samples"][task]]
-    return [answer for each in samples for request in each["resps"] for answer in request]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "architecture"), [("counting", "MixtralForCausalLM"), ("counting_aoe", "own")]
-)
-def test_an_export_gives_the_same_answers(
-    name: str, architecture: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """With the padded vocabulary of the run, which an export does not have."""
-    run, export = request.getfixturevalue(name), tmp_path / "exported"
-    line = ["--load", run, "--output", export, "--architecture", architecture]
-    assert run_tool_forked("export_hf.py", *line).returncode == 0
-    (ours,) = run_distributed(1, _answers, {"load": str(run)}, TASKS, FOLDER)
-    options: dict[str, Any] = {"pretrained": str(export), "device": "cpu"}
-    if architecture == "own":
-        options |= {"trust_remote_code": True, "modules": tmp_path / "modules"}
-    (theirs,) = run_distributed(1, _answers, options, TASKS, FOLDER)
-    assert list(tmp_path.glob("modules/**/modeling_moe_parallel.py")) or architecture != "own"
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        if isinstance(other, tuple):  # ln p, whether greedy
-            assert mine == (pytest.approx(other[0], rel=1e-5, abs=2e-6), other[1])
-        else:  # ln p, or a text
-            assert mine == (other if isinstance(other, str) else pytest.approx(other, rel=1e-5))

@@ -61,9 +61,3 @@ def test_wrong_flags_are_one_line_and_code_2(
     assert captured.out == ""
     assert line.startswith("probe_causality.py: ")
     assert message in line
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--perturbations" in capsys.readouterr().out

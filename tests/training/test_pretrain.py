@@ -96,7 +96,7 @@ def compare(folder: Path, bpe: FastTokenizer, domains: str, **limit: int) -> Byt
 
 def bits_per_byte(train: list[str], held_out: list[str]) -> float:
     data = joined(held_out)
-    return ByteModel([joined(train)], 3).bits(data) / len(data)
+    return ByteModel(joined(train), 3).bits(data) / len(data)
 
 
 @pytest.mark.full

@@ -101,10 +101,6 @@ class BiasBalancing(Balancing):
     )
 
     @property
-    def adds_bias(self) -> bool:
-        return self.moe_router_enable_expert_bias or super().adds_bias
-
-    @property
     def uses_step_load(self) -> bool:
         return self.moe_router_enable_expert_bias or super().uses_step_load
 

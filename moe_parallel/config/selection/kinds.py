@@ -267,11 +267,6 @@ class MergedSelection(Selection):
     merges: ClassVar[bool] = True
 
     @property
-    def merging_prefix(self) -> int | None:
-        """The number of first tokens that merge the experts for a whole text. None: others do."""
-        return None
-
-    @property
     def choices_per_token(self) -> int:
         """One merged expert computes a token."""
         return 1

@@ -190,11 +190,6 @@ class Selection(Section):
         """Whether the routing probabilities of the chosen experts are divided by their sum."""
         return False
 
-    @property
-    def adds_bias(self) -> bool:
-        """Whether a number per expert, a bias or a cutoff, shifts its scores for the selection."""
-        return False
-
     def bias_moves(self, iteration: int, train_iters: int | None) -> bool:
         """Whether that bias or cutoff moves after the step that follows `iteration` others.
 

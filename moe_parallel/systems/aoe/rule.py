@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from moe_parallel.layers import AutonomousLayer, Rules, System, register
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
-from moe_parallel.selection import topk
+from moe_parallel.selection.rules import raw_probability, softmax_of_selected
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.aoe import AoESelection
 from moe_parallel.systems.topk.rule import beside_free, same_rules
 
 
 def rules(selection: AoESelection) -> Rules:
-    probs = topk.raw_probability if selection.probs_over_all else topk.softmax_of_selected
+    probs = raw_probability if selection.probs_over_all else softmax_of_selected
     return same_rules(selection, TopK(selection.moe_router_topk, beside_free(selection, probs)))
 
 

@@ -18,8 +18,8 @@ from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.ops.fp32_linear import fp32_linear
-from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import raw_probability, softmax_of_selected
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.corm import CoRMSelection
@@ -125,7 +125,7 @@ _LEAST = 1e-12  # a norm below it counts as this, as in torch's normalize
 
 def rules(selection: CoRMSelection) -> Rules:
     """As a linear router's: one expert has its probability among all, and several share 1."""
-    probs = topk.softmax_of_selected if selection.renormalizes else topk.raw_probability
+    probs = softmax_of_selected if selection.renormalizes else raw_probability
     return same_rules(selection, TopK(selection.moe_router_topk, probs))
 
 

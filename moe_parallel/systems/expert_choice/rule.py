@@ -13,8 +13,8 @@ from fractions import Fraction
 import torch
 
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System, register
-from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices, slots_of
+from moe_parallel.selection.rules import raw_probability, raw_score, softmax
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.expert_choice import (
@@ -66,8 +66,8 @@ class ExpertChoice:
 def rules(selection: ExpertsChoose) -> Rules:
     factor = selection.moe_expert_choice_capacity_factor
     by_probability = selection.moe_expert_choice_scores == "softmax"
-    ranking = topk.softmax if by_probability else raw
-    probs = topk.raw_probability if by_probability else topk.raw_score
+    ranking = softmax if by_probability else raw
+    probs = raw_probability if by_probability else raw_score
     # In evaluation a token takes the mean number of experts in training, with a half rounded up.
     return Rules(ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), probs))
 

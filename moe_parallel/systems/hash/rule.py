@@ -15,9 +15,9 @@ from torch import nn
 from moe_parallel.config import Config
 from moe_parallel.layers import LayerContext, RoutedLayer, Rules, System, register
 from moe_parallel.layers.system import SCALED_OUTPUT
-from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices, best_first
 from moe_parallel.selection.forced import ForcibleRule
+from moe_parallel.selection.rules import raw_probability, softmax_of_selected
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.hash import HashSelection
@@ -102,7 +102,7 @@ def build_hash_table(
 def rules(selection: HashSelection) -> Rules:
     """The rule that weights the experts; the layer's table chooses them."""
     k = selection.moe_router_topk
-    rule = TopK(k, topk.raw_probability if k == 1 else topk.softmax_of_selected)
+    rule = TopK(k, raw_probability if k == 1 else softmax_of_selected)
     return Rules(rule, rule)
 
 

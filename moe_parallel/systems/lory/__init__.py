@@ -55,10 +55,6 @@ class LorySelection(SegmentMergedSelection, system="lory"):
 class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
     """Prefix routing (Lory, section 5.1): the first segment gives the merge weights of all."""
 
-    @property
-    def merging_prefix(self) -> int:
-        return self.lory_segment_length
-
 
 @dataclass(frozen=True)
 class SegmentExpertChoiceSelection(

@@ -12,8 +12,8 @@ import torch
 from moe_parallel.layers import MergedLayer, RoutedLayer, Rules, System, register
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.layers.system import keeps_output
+from moe_parallel.selection.rules import FIRST_SEGMENT
 from moe_parallel.selection.segments import (
-    FIRST_SEGMENT,
     BySegment,
     Merges,
     by_first,

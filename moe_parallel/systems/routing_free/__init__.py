@@ -78,10 +78,6 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
         return "balance_coefficient"
 
     @property
-    def adds_bias(self) -> bool:
-        return True
-
-    @property
     def depends_on_init_std(self) -> bool:
         return self.routing_free_threshold is None
 

@@ -13,9 +13,9 @@ from moe_parallel.balancing.losses import LossContext, RoutingLoss, weighted_by_
 from moe_parallel.layers import AutonomousLayer, Rules, System, register
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
+from moe_parallel.selection.rules import raw_value, softmax_of_chosen
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems.routing_free import RoutingFreeSelection
-from moe_parallel.systems.threshold import rule as threshold
 from moe_parallel.systems.threshold.rule import Threshold
 
 
@@ -81,7 +81,7 @@ def routing_free(selection: RoutingFreeSelection, context: LossContext) -> Routi
     return RoutingLoss("routing_free_loss", share, loss, context.controller, through_all=False)
 
 
-_PROBS = {"norm": threshold.raw_value, "softmax": threshold.softmax_of_chosen}
+_PROBS = {"norm": raw_value, "softmax": softmax_of_chosen}
 
 
 def rules(selection: RoutingFreeSelection) -> Rules:

@@ -60,10 +60,6 @@ class Cutoffs(Selection):
     def uses_step_load(self) -> bool:
         return True
 
-    @property
-    def adds_bias(self) -> bool:
-        return True
-
     def ema(self, train_iters: int | None) -> float:
         """beta in a run of so many iterations; None: no run trains the layer."""
         if self.moe_threshold_ema is not None:

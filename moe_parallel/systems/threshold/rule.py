@@ -7,7 +7,6 @@ Shape suffixes: T tokens of this rank, A tokens of a micro-batch, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -19,49 +18,16 @@ from moe_parallel.balancing.load import StepMean, exceeded_by_share
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System, register
 from moe_parallel.layers.expert_layer import LayerConfig
 from moe_parallel.selection.choices import Choices, chosen_of, slots_of
+from moe_parallel.selection.rules import (
+    Gate,
+    above,
+    sigmoid,
+    sigmoid_of_value,
+    softmax,
+    softmax_of_scores,
+)
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems.threshold import AoEThresholdSelection, Cutoffs, ThresholdSelection
-
-# The probs of all experts, of which those of the chosen ones count: (scores_TE, values_TE,
-# chosen_TE) -> probs_TE. A value is a score plus the bias.
-Gate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def sigmoid(
-    scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
-) -> torch.Tensor:
-    """The sigmoid of the scores, not divided by a sum (expert threshold routing)."""
-    return torch.sigmoid(scores_TE)
-
-
-def sigmoid_of_value(
-    scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
-) -> torch.Tensor:
-    """The sigmoid of the values, at least 1/2 for an expert that is chosen above level 0."""
-    return torch.sigmoid(values_TE)
-
-
-def softmax_of_scores(
-    scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
-) -> torch.Tensor:
-    """The softmax over the scores of all experts, not renormalized over the chosen ones."""
-    return torch.softmax(scores_TE, dim=1)
-
-
-def raw_value(
-    scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
-) -> torch.Tensor:
-    """The values, unchanged (Routing-Free MoE)."""
-    return values_TE
-
-
-def softmax_of_chosen(
-    scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
-) -> torch.Tensor:
-    """The softmax over the values of the chosen experts, as AoE weights them."""
-    # Not by -inf, of which a token without an expert would make NaN.
-    lowest = torch.finfo(values_TE.dtype).min
-    return torch.softmax(values_TE.masked_fill(~chosen_TE, lowest), dim=1)
 
 
 @dataclass(frozen=True)
@@ -70,9 +36,6 @@ class Threshold:
 
     Expert threshold routing (arXiv 2603.11535): the level is 0, and -b_i is the cutoff of expert i.
     Routing-Free MoE (arXiv 2604.00801): the level is theta, and -b_i is learned.
-
-    A value that equals the level is not above it, so that no tie is broken by the number of an
-    expert.
     """
 
     gate: Gate
@@ -80,20 +43,16 @@ class Threshold:
     bias_E: torch.Tensor | None = None  # None: 0
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        values_TE = self._values(scores_TE)
-        chosen_TE = values_TE > self.level
-        experts_TK, probs_TK = slots_of(chosen_TE, self.gate(scores_TE, values_TE, chosen_TE))
+        chosen_TE, probs_TE, values_TE = above(scores_TE, self.bias_E, self.level, self.gate)
+        experts_TK, probs_TK = slots_of(chosen_TE, probs_TE)
         return _choices(experts_TK, probs_TK, scores_TE, values_TE)
 
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
         """The choices of given experts: int64 [T, K]; -1: the slot is empty."""
-        values_TE = self._values(scores_TE)
+        values_TE = scores_TE if self.bias_E is None else scores_TE + self.bias_E
         probs_TE = self.gate(scores_TE, values_TE, chosen_of(experts_TK, scores_TE) > 0)
         probs_TK = probs_TE.gather(1, experts_TK.clamp(min=0))
         return _choices(experts_TK, probs_TK, scores_TE, values_TE)
-
-    def _values(self, scores_TE: torch.Tensor) -> torch.Tensor:
-        return scores_TE if self.bias_E is None else scores_TE + self.bias_E
 
     def with_bias(self, bias_E: torch.Tensor) -> Threshold:
         """This rule with `bias_E` added to the scores."""
@@ -110,8 +69,7 @@ def _choices(
     scores_TE: torch.Tensor,
     values_TE: torch.Tensor,
 ) -> Choices:
-    probabilities_TE = torch.softmax(scores_TE, dim=1)
-    return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE, values_TE=values_TE)
+    return Choices(experts_TK, probs_TK, scores_TE, softmax(scores_TE), values_TE=values_TE)
 
 
 class ExpertCutoffs(ExpertBias):

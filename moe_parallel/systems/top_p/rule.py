@@ -15,10 +15,9 @@ from moe_parallel.balancing.losses import LossContext, RoutingLoss
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System, register
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import renormalized, softmax, until_p
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.systems.top_p import AoETopPSelection, DynamicChoices, TopPSelection
-
-_ROUNDING = 1e-6  # fp32 probabilities sum to 1 only within it
 
 
 @dataclass(frozen=True)
@@ -37,24 +36,18 @@ class TopP:
     renormalizes: bool = False
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        probabilities_TE = torch.softmax(scores_TE, dim=1)
-        # By scores, which differ where their probabilities round to the same number.
-        experts_TK = torch.argsort(scores_TE.detach(), dim=1, descending=True, stable=True)
-        probs_TK = probabilities_TE.gather(1, experts_TK)
-        # An expert is needed if the sum of those before it has not reached p. The sums are in fp64
-        # so that rounding adds no expert: n equal probabilities need exactly ceil(p n) experts.
-        before_TK = probs_TK.detach().double().cumsum(dim=1) - probs_TK.detach().double()
-        needed_TK = self._needed(before_TK)
-        needed_TK[:, 0] = True
+        probabilities_TE = softmax(scores_TE)
+        experts_TK, probs_TK, needed_TK = until_p(
+            scores_TE, probabilities_TE, self._p(), self.strict
+        )
         if self.most is not None:
             needed_TK[:, self.most :] = False
-        return self._choices(
-            experts_TK.masked_fill(~needed_TK, -1), probs_TK, scores_TE, probabilities_TE
-        )
+        experts_TK = experts_TK.masked_fill(~needed_TK, -1)
+        return self._choices(experts_TK, probs_TK, scores_TE, probabilities_TE)
 
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
         """The choices for given experts: int64 [T, K]; -1: the slot is empty."""
-        probabilities_TE = torch.softmax(scores_TE, dim=1)
+        probabilities_TE = softmax(scores_TE)
         probs_TK = probabilities_TE.gather(1, experts_TK.clamp(min=0))
         return self._choices(experts_TK, probs_TK, scores_TE, probabilities_TE)
 
@@ -66,16 +59,11 @@ class TopP:
         probabilities_TE: torch.Tensor,
     ) -> Choices:
         if self.renormalizes:
-            probs_TK = probs_TK.masked_fill(experts_TK < 0, 0)
-            sums_T1 = probs_TK.sum(dim=1, keepdim=True)
-            probs_TK = probs_TK / (sums_T1 + (sums_T1 == 0))  # 0: a replayed token without experts
+            probs_TK = renormalized(probs_TK, experts_TK >= 0)
         return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE)
 
-    def _needed(self, before_TK: torch.Tensor) -> torch.Tensor:
-        # With p = 1 all experts are needed.
-        if self.strict or self.p == 1:
-            return before_TK <= self.p + _ROUNDING
-        return before_TK < self.p - _ROUNDING
+    def _p(self) -> float | torch.Tensor:
+        return self.p
 
 
 class Setting(Protocol):
@@ -93,12 +81,9 @@ class MovingTopP(TopP):
 
     source: Setting | None = None  # of p; set before the first call
 
-    def _needed(self, before_TK: torch.Tensor) -> torch.Tensor:
+    def _p(self) -> torch.Tensor:
         assert self.source is not None
-        p = self.source.setting.double()
-        # Not by `if`, because the host would wait for the device.
-        inclusive = torch.full_like(p, self.strict, dtype=torch.bool) | (p == 1)
-        return before_TK < p + torch.where(inclusive, _ROUNDING, -_ROUNDING)
+        return self.source.setting.double()
 
 
 class TopPController(Controller):

@@ -7,8 +7,18 @@ import torch
 from moe_parallel.config import FixedChoices, TopKChoices
 from moe_parallel.layers import RoutedLayer, Rules, System, register
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
-from moe_parallel.selection import topk
-from moe_parallel.selection.topk import GroupLimit, ProbsOf, RoundRobin, TopK, WithoutZeroExperts
+from moe_parallel.selection.rules import (
+    GroupLimit,
+    ProbsOf,
+    WithoutZeroExperts,
+    raw_probability,
+    sigmoid_of_selected,
+    sigmoid_share_of_selected,
+    sigmoid_shares,
+    softmax,
+    softmax_of_selected,
+)
+from moe_parallel.selection.topk import RoundRobin, TopK
 from moe_parallel.systems.topk import TopKSelection
 
 
@@ -29,13 +39,13 @@ def _rule(selection: TopKSelection) -> TopK:
         assert selection.moe_router_group_topk is not None
         groups = GroupLimit(selection.moe_router_num_groups, selection.moe_router_group_topk)
     if selection.moe_router_score_function == "sigmoid":
-        share = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
+        share = sigmoid_of_selected if k == 1 else sigmoid_share_of_selected
         probs = beside_free(selection, share)
-        return TopK(k, probs, topk.sigmoid_shares, torch.sigmoid, groups=groups)
+        return TopK(k, probs, sigmoid_shares, torch.sigmoid, groups=groups)
     whole = k == 1 or selection.moe_router_pre_softmax
-    share = topk.raw_probability if whole else topk.softmax_of_selected
+    share = raw_probability if whole else softmax_of_selected
     probs = beside_free(selection, share)
-    return TopK(k, probs, topk.softmax, topk.softmax, groups=groups)
+    return TopK(k, probs, softmax, softmax, groups=groups)
 
 
 def beside_free(selection: TopKChoices, probs: ProbsOf) -> ProbsOf:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import swiglu_experts
@@ -16,17 +14,11 @@ from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerConfig, LayerContext
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import NODES
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.topk.rule import same_rules
 from moe_parallel.systems.uoe import UoESelection
-
-#: By --uoe-norm-of: from x W_g and SiLU(x W_g) * (x W_p) to what the norm is taken of.
-_NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "activation": lambda gate, activation: activation,
-    "silu": lambda gate, activation: F.silu(gate),
-    "gate": lambda gate, activation: gate,
-}
 
 
 class UnionLayer(DispatchedLayer):
@@ -61,7 +53,7 @@ class UnionLayer(DispatchedLayer):
         r = selection.routing_neurons(expert_width, e)
         self.add_replicated_weight("w_gate_up_ED2R", e, d, 2, r)
         self.add_replicated_weight("w_out_ERD", e, r, d)
-        self.node = _NODES[selection.uoe_norm_of]
+        self.node = NODES[selection.uoe_norm_of]
         self.gates_routing = selection.uoe_gate_routing
         self.experts = swiglu_experts(context.fp8)(
             e, d, expert_width - r, context.groups, context.ops, config.params_dtype

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -34,9 +34,18 @@ _DTYPES = " ".join(name for name, value in vars(torch).items() if isinstance(val
 
 def _memory_format(owner: Any, name: str) -> Any:
     """Stands for `getattr`: so Python 3.11.2, that of Debian 12, pickles a member of an enum."""
+    if owner is _Unread:
+        return _Unread()
     if owner is not metadata._MEM_FORMAT_ENCODING:
         raise ValueError(f"it asks {owner} for {name!r}")
     return owner[name]
+
+
+@dataclasses.dataclass(init=False, eq=False)
+class _Unread:
+    """Stands for what nobody reads: the plans of a save, which Megatron-Core adds to the index."""
+
+    def __init__(self, *_: Any) -> None: ...
 
 
 # Everything that an index may refer to, by module and name.
@@ -58,18 +67,22 @@ _PARTS: dict[tuple[str, str], Any] = {
         )
         for name in names.split()
     },
+    **{
+        (planner.__name__, name): _Unread
+        for name in "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()
+    },
 }
 
 
 class _Memo(dict[int, Any]):
-    """Objects that a pickle uses again: none that hold others. To hash or show sixty pairs, each of
-    the one before, twice, has no end."""
+    """Objects that a pickle uses again. Those that hold others are not read again: to hash or show
+    sixty pairs, each of the one before, twice, has no end."""
 
     def __getitem__(self, key: int) -> Any:
         value = super().__getitem__(key)
         kind = type(value)
         if kind in (tuple, list, dict, set, frozenset) or dataclasses.is_dataclass(kind):
-            raise ValueError(f"it uses a {kind.__name__} twice")
+            return _Unread()
         return value
 
 

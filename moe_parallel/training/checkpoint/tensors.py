@@ -403,6 +403,13 @@ def whole_tensor(index: Metadata, key: str, folder: Path) -> torch.Tensor:
     return tensor
 
 
+def read_part(
+    index: Metadata, key: str, offset: tuple[int, ...], part: torch.Tensor, folder: Path
+) -> None:
+    """Read the part of a tensor that begins at `offset` into `part`. Raises StorageError."""
+    _read(index, folder, [(key, offset, part)], [])
+
+
 def _read(
     index: Metadata,
     folder: Path,

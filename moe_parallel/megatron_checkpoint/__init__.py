@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: `torch_dist`, imported as run folders, and written for it to load."""
