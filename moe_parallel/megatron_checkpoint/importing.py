@@ -21,7 +21,7 @@ from moe_parallel.huggingface.importing import (
     import_tensors,
 )
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
-from moe_parallel.megatron_checkpoint.arguments import options_of, read_arguments
+from moe_parallel.megatron_checkpoint.arguments import lack_of, options_of, read_arguments
 from moe_parallel.megatron_checkpoint.tensors import EMBEDDING, StoredTensors, check_files, places
 from moe_parallel.reading import read_word
 from moe_parallel.training.checkpoint.folder import RECORD, TRACKER, checkpoint_name
@@ -64,6 +64,9 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
         config = config_of(vocabulary, flags, None, rows)
     else:
         config = config_of(options_of(arguments) | vocabulary, flags, arguments.file, rows)
+    lack = lack_of(config)
+    if lack is not None:
+        raise InputError(f"--input {checkpoint}: Megatron-LM has no {lack}: leave it out")
     fields = Fields(checkpoint, vocabulary)
     return CheckedCheckpoint(
         checkpoint,

@@ -38,6 +38,7 @@ from moe_parallel.huggingface.tensors import (
     shared,
     whole,
 )
+from moe_parallel.systems import TopKSelection
 from moe_parallel.training.checkpoint.index import (
     COMMON,
     TENSOR_INDEX,
@@ -89,12 +90,14 @@ def _named(place: TensorPlace) -> TensorPlace:
 
 def _routed(config: Config, layer: int) -> Iterator[TensorPlace]:
     """The router, its bias and the experts of a layer."""
+    selection = config.selection
+    assert isinstance(selection, TopKSelection)
     n, d, f = config.num_experts, config.model.hidden_size, config.expert_width
     prefix = f"decoder.layers.{layer}."
     yield same(f"{prefix}mlp.w_router_ED", f"{prefix}mlp.router.weight", n, d)
-    if config.selection.adds_bias:
+    if selection.moe_router_enable_expert_bias:
         yield same(f"{prefix}mlp.bias.bias_E", f"{prefix}mlp.router.expert_bias", n)
-    if config.selection.uses_step_load:  # of the step before, which Megatron-Core does not save
+    if selection.uses_step_load:  # of the step before, which Megatron-Core does not save
         key = f"{prefix}mlp.load.share_E"
         yield TensorPlace(
             key, (n,), (0,), (n,), (), (), Form(lambda _: torch.zeros(n), lambda _: ())

@@ -263,3 +263,6 @@ def test_the_good_one_is_good_and_needs_no_arguments(
     assert (tmp_path / "same/config.yaml").read_text() == sizes
     tensors = "iter_0000000/__0_0.distcp"
     assert (tmp_path / "run" / tensors).read_bytes() == (tmp_path / "same" / tensors).read_bytes()
+    words = ["import", "--input", str(bare), "--output", str(tmp_path / "another"), *WITHOUT_TEXT]
+    assert main([*words, "--num-experts", "8", "--expert-selection", "relu"]) == 2
+    assert "Megatron-LM has no --expert-selection relu: leave it out" in capsys.readouterr().err
