@@ -111,6 +111,8 @@ def require_harness(flag: str) -> None:
     """Raises InputError if the package is missing. It is imported quietly, in some seconds."""
     if os.environ.get("HF_HUB_OFFLINE"):
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is imported
+    # Otherwise standard errors are resampled in processes that inherit the handlers of signals.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_optional("lm_eval", flag)
