@@ -45,6 +45,7 @@ from moe_parallel.config.config import EXPERT_SELECTION, selection_options
 from moe_parallel.config.message import as_typed, flag, shown
 from moe_parallel.config.option import options
 from moe_parallel.errors import InputError
+from moe_parallel.layers import DispatchedLayer
 from moe_parallel.layers.dispatched import build_context
 from moe_parallel.layers.expert_layer import in_backward_pass
 from moe_parallel.layers.system import system_of
@@ -126,7 +127,7 @@ def read_options(megatron: TransformerConfig) -> Config:
             f"{FILE} is not set: let it name a YAML file with expert-selection and the options of "
             "that system"
         )
-    file = _read(path)
+    file = read_yaml(Path(path), f"{FILE}=")
     selection = make_config(file).selection
     system = {option.name for option in options(type(selection))}
     theirs = _of_megatron(megatron, system, selection.system)
@@ -146,9 +147,6 @@ def read_options(megatron: TransformerConfig) -> Config:
             f"{FILE}={path}: an option is set by the length of the run: add train-iters to the file"
         )
     return config
-
-
-_read = cache(lambda path: read_yaml(Path(path), f"{FILE}="))
 
 
 def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> dict[str, Any]:
@@ -305,6 +303,10 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         if not self.has_experts:
             return
         self.recompute_mlp = False  # `mlp` is a dense layer among --recompute-modules
+        for weight in self.mlp.experts.parameters():
+            # Megatron-Core's optimizer of experts is then there in every layout, and a checkpoint of
+            # one with ep can be resumed without.
+            weight.allreduce = False
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
         self.register_load_state_dict_post_hook(lambda *_: self._read_steps())
         if config.perform_initialization:
@@ -360,6 +362,7 @@ class EndOfStep:
 
     def __init__(self, finalize: Callable[..., None]) -> None:
         self._finalize = finalize
+        self._others: list[str] | None = None  # losses that Megatron-LM's log does not look for
 
     def __call__(self, model: Sequence[torch.nn.Module], *arguments: Any, **named: Any) -> None:
         """Megatron-Core's schedules call it with the chunks of the model. Collective."""
@@ -371,6 +374,24 @@ class EndOfStep:
         if layers[0].is_controlled:
             controllers = [module for module in modules if isinstance(module, Controller)]
             end_step(controllers, next(layers[0].parameters()).device)
+        if self._others is None:
+            self._others = _other_losses(layers)
+            _show_in_log(self._others, layers[0])
+        if _get_tracker is None:  # it shows all losses, and sums over ranks those it looks for
+            moe_utils.reduce_aux_losses_tracker_across_ranks(self._others)
+
+
+def _other_losses(layers: Sequence[Layer]) -> list[str]:
+    """The losses of all pipeline stages for which Megatron-LM's log does not look. Collective."""
+    here = {
+        loss.name
+        for layer in layers
+        if isinstance(layer.mlp, DispatchedLayer)
+        for loss in layer.mlp.losses
+    }
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return sorted(set().union(*everywhere) - {"load_balancing_loss", "z_loss"})
 
 
 class Losses:
@@ -387,16 +408,45 @@ class Losses:
     def add(self, layer_number: int, *_: Any, losses: dict[str, torch.Tensor], **__: Any) -> None:
         """Adds one micro-batch of a layer."""
         for name, value in losses.items():
-            self.add_loss(layer_number, name, value)
+            _track(name, value, layer_number, self._num_layers, self._groups)
 
-    def add_loss(self, layer_number: int, name: str, value: torch.Tensor) -> None:
-        """Adds a loss of one micro-batch of a layer. It is the same on the ranks of tp and cp."""
-        moe_utils.save_to_aux_losses_tracker(
-            name, value, layer_number, self._num_layers, avg_group=self._groups.dp
-        )
+    def add_loss(self, *_: Any) -> None:
+        """Numbers beside a loss are left out."""
 
     def add_merges(self, *_: Any) -> None:
         """Merged layers have no losses."""
+
+
+#: Megatron-Core's tracker since 0.17. None: functions of `moe_utils` in its place.
+_get_tracker: Callable[[], Any] | None = getattr(moe_utils, "get_moe_metrics_tracker", None)
+
+
+def _track(
+    name: str, value: torch.Tensor, layer_number: int, num_layers: int, groups: Groups
+) -> None:
+    """Add a loss of one micro-batch, which is the same on the ranks of tp and cp, to the tracker."""
+    if _get_tracker is not None:
+        _get_tracker().record(name, value, layer_number, num_layers, avg_group=groups.dp)
+    else:
+        moe_utils.save_to_aux_losses_tracker(
+            name, value, layer_number, num_layers, avg_group=groups.dp
+        )
+
+
+def _show_in_log(names: Sequence[str], layer: Layer) -> None:
+    """Let Megatron-LM's log show other losses, too."""
+    nothing = torch.zeros((), device=next(layer.parameters()).device)
+    for name in names:  # a pipeline stage without experts has no entry yet
+        _track(name, nothing, 1, layer.config.num_layers, current_groups())
+    if _get_tracker is None or not names:
+        return
+    tracker = _get_tracker()
+    report = tracker.report
+
+    def report_all(*arguments: Any, track_names: Sequence[str] = (), **named: Any) -> Any:
+        return report(*arguments, track_names=[*track_names, *names], **named)
+
+    tracker.report = report_all
 
 
 #: What --spec names.

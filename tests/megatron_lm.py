@@ -28,6 +28,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -59,8 +60,10 @@ class Trainer:
         self.initialize_megatron()
         self.config = core_transformer_config(self.options, file, flags or {})
         chunks = [self.model_provider(stage) for stage in self.stages]
-        for chunk in chunks:  # as our program does
+        self.config.hetereogenous_dist_checkpoint = True  # the names by which our program draws
+        for chunk in chunks:
             initialize_weights(chunk, self.options.training.seed, 0.1)
+        self.config.hetereogenous_dist_checkpoint = False
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.options.parallel.use_distributed_optimizer,
@@ -146,6 +149,25 @@ class Trainer:
         self.iteration += 1
         return loss
 
+    def training_log(self) -> dict[str, float]:
+        """What Megatron-LM's function of this name makes of the auxiliary losses of a step."""
+        total: dict[str, Any] = {}
+        training, dp = self.options.training, parallel_state.get_data_parallel_world_size()
+        arguments: dict[str, Any] = {
+            "loss_scale": training.micro_batch_size * dp / training.global_batch_size,
+            "iteration": self.iteration,
+            "total_loss_dict": total,
+            "force_initialize": True,
+            "track_names": ["load_balancing_loss"] + ["z_loss"] * bool(self.config.moe_z_loss_coeff),
+            "num_layers": self.config.num_layers,
+            "moe_layer_freq": self.config.moe_layer_freq,
+        }
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):
+            moe_utils.get_moe_metrics_tracker().report(**arguments)
+        else:
+            moe_utils.track_moe_metrics(**arguments)
+        return {name: float(value) for name, value in total.items()}
+
     def evaluate(self) -> float:
         """The loss per token of the next global batch; nothing changes."""
         for chunk in self.model:
@@ -186,7 +208,7 @@ class Trainer:
         return Groups
 
     def save_checkpoint(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(
             self.generate_state_dict(False) | {"iteration": self.iteration}, str(folder)
         )
@@ -194,7 +216,7 @@ class Trainer:
     def load_checkpoint(self, folder: Path) -> None:
         state = dist_checkpointing.load(self.generate_state_dict(True), str(folder))
         for number, chunk in enumerate(self.model):
-            chunk.load_state_dict(state[f"model{number}"], strict=True)
+            chunk.module.load_state_dict(state[f"model{number}"], strict=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
         self.iteration = dist_checkpointing.load_common_state_dict(str(folder))["iteration"]
@@ -202,10 +224,11 @@ class Trainer:
     def generate_state_dict(self, is_loading: bool) -> dict[str, Any]:
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
         state: dict[str, Any] = {
-            f"model{number}": chunk.sharded_state_dict(metadata=metadata)
+            f"model{number}": chunk.module.sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(self.model)
         }
         state["optimizer"] = self.optimizer.sharded_state_dict(
@@ -251,6 +274,7 @@ def core_transformer_config(given: Config, file: Path, flags: Options) -> Transf
         for name, value in values.items()
         if name.endswith("_parallel_size") or name == "sequence_parallel"
     }
+    layers = [int(layer) for layer in given.moe_layers]
     return TransformerConfig(
         num_layers=given.model.num_layers,
         hidden_size=given.model.hidden_size,
@@ -258,7 +282,7 @@ def core_transformer_config(given: Config, file: Path, flags: Options) -> Transf
         num_query_groups=given.model.query_groups,
         ffn_hidden_size=given.model.ffn_hidden_size,
         num_moe_experts=given.num_experts,
-        moe_layer_freq=[int(layer) for layer in given.moe_layers],
+        moe_layer_freq=1 if all(layers) else layers,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
