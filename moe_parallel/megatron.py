@@ -76,7 +76,12 @@ _SIZES = (
     "bf16",
 )
 #: Options besides those of the system that only the file has.
-_OF_FILE = ("moe_backend", "moe_activation_budget", "moe_capacity_counts_topk", "moe_dispatch_parts")
+_OF_FILE = (
+    "moe_backend",
+    "moe_activation_budget",
+    "moe_capacity_counts_topk",
+    "moe_dispatch_parts",
+)
 #: What Megatron-LM's arguments have and its TransformerConfig does not: from the file, where
 #: Megatron-Core is used without Megatron-LM.
 _OF_RUN = ("seed", "train_iters")
@@ -91,7 +96,6 @@ _REFUSED = (
     "cuda_graph_impl",
     "experimental_attention_variant",
     "expert_gtp_weight_remat_size",
-    "expert_tensor_parallel_num_weight_shards",
     "fp4",
     "fp8",
     "glu_linear_offset",
@@ -108,7 +112,6 @@ _REFUSED = (
     "moe_router_topk_scaling_factor",
     "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
-    "tensor_parallel_num_weight_shards",
     "use_mup",
 )
 
@@ -444,7 +447,8 @@ def _show_in_log(names: Sequence[str], layer: Layer) -> None:
     report = tracker.report
 
     def report_all(*arguments: Any, track_names: Sequence[str] = (), **named: Any) -> Any:
-        return report(*arguments, track_names=[*track_names, *names], **named)
+        all_names = dict.fromkeys([*track_names, *names])  # each once: its sum is over ranks
+        return report(*arguments, track_names=list(all_names), **named)
 
     tracker.report = report_all
 

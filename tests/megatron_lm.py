@@ -158,7 +158,8 @@ class Trainer:
             "iteration": self.iteration,
             "total_loss_dict": total,
             "force_initialize": True,
-            "track_names": ["load_balancing_loss"] + ["z_loss"] * bool(self.config.moe_z_loss_coeff),
+            "track_names": ["load_balancing_loss"]
+            + ["z_loss"] * bool(self.config.moe_z_loss_coeff),
             "num_layers": self.config.num_layers,
             "moe_layer_freq": self.config.moe_layer_freq,
         }

@@ -28,7 +28,13 @@ from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext, Statistics
+from moe_parallel.layers.expert_layer import (
+    ExpertLayer,
+    LayerConfig,
+    LayerContext,
+    Recipient,
+    Statistics,
+)
 from moe_parallel.layers.free_experts import build_free_experts
 from moe_parallel.layers.given_choices import build_forcing
 from moe_parallel.layers.system import Rules, System
@@ -38,7 +44,6 @@ from moe_parallel.parallel import Groups, gather_over, sum_gradient_over, sum_ov
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.tokens import Share, Tokens, in_order, part_of, take, zigzag
-from moe_parallel.telemetry.statistics import RoutingTotals
 
 
 class DispatchedLayer(ExpertLayer):
@@ -269,7 +274,7 @@ class DispatchedLayer(ExpertLayer):
 
     def _record(
         self,
-        totals: RoutingTotals,
+        totals: Recipient,
         choices: Choices,
         kept: Choices,
         losses: dict[str, torch.Tensor],

@@ -23,7 +23,6 @@ from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
 from moe_parallel.telemetry.progress import Progress
-from moe_parallel.telemetry.statistics import RoutingTotals
 
 #: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
 #: input. In a run, the backward pass of the returned tensor also starts that of the loss, because a
@@ -44,10 +43,28 @@ def at_start() -> int:
     return 0
 
 
+class Recipient(Protocol):
+    """Takes the statistics of a forward pass: see `RoutingTotals`."""
+
+    def add(
+        self,
+        layer_number: int,
+        tokens_per_expert_E: torch.Tensor,
+        scores_TE: torch.Tensor,
+        **others: Any,
+    ) -> None: ...
+
+    def add_loss(self, layer_number: int, name: str, loss: torch.Tensor) -> None: ...
+
+    def add_merges(
+        self, layer_number: int, weights_ME: torch.Tensor, tokens_M: torch.Tensor
+    ) -> None: ...
+
+
 class Statistics(Protocol):
     """Collects the statistics of the choices in the layers of a model."""
 
-    def recipient(self) -> RoutingTotals | None:
+    def recipient(self) -> Recipient | None:
         """What counts the forward pass under way; None: it is not counted."""
         ...
 
