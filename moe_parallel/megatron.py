@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from moe_parallel.balancing.controller import Controller, end_step
-from moe_parallel.config import Config, make_config, read_yaml, selection_of, validate_layer
+from moe_parallel.config import Config, make_config, read_yaml, validate_layer
 from moe_parallel.config.config import EXPERT_SELECTION, selection_options
 from moe_parallel.config.message import as_typed, flag, shown
 from moe_parallel.config.option import options
@@ -169,8 +169,8 @@ def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> di
     swiglu = megatron.gated_linear_unit and megatron.activation_func is torch.nn.functional.silu
     if not swiglu or megatron.add_bias_linear:
         raise InputError(
-            "the experts of moe_parallel are SwiGLU without biases, and dense layers must be equal "
-            "to them: add --swiglu and --disable-bias-linear"
+            "the experts of moe_parallel are SwiGLU layers without biases: add --swiglu and "
+            "--disable-bias-linear"
         )
     if megatron.init_method is torch.nn.init.xavier_uniform_:
         raise InputError(
@@ -307,8 +307,8 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             return
         self.recompute_mlp = False  # `mlp` is a dense layer among --recompute-modules
         for weight in self.mlp.experts.parameters():
-            # Megatron-Core's optimizer of experts is then there in every layout, and a checkpoint of
-            # one with ep can be resumed without.
+            # Megatron-Core then has an optimizer of experts in every layout, and a checkpoint of a
+            # run with ep can be resumed without.
             weight.allreduce = False
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
         self.register_load_state_dict_post_hook(lambda *_: self._read_steps())
@@ -427,7 +427,7 @@ _get_tracker: Callable[[], Any] | None = getattr(moe_utils, "get_moe_metrics_tra
 def _track(
     name: str, value: torch.Tensor, layer_number: int, num_layers: int, groups: Groups
 ) -> None:
-    """Add a loss of one micro-batch, which is the same on the ranks of tp and cp, to the tracker."""
+    """Add a loss of one micro-batch to the tracker. It is the same on the ranks of tp and cp."""
     if _get_tracker is not None:
         _get_tracker().record(name, value, layer_number, num_layers, avg_group=groups.dp)
     else:

@@ -1,7 +1,7 @@
 """A trainer written like Megatron-LM's, with Megatron-Core's objects alone, for `layer_spec`.
 
-Its options are those of our program, so that both train the same model: `flags_of` translates them
-into Megatron-LM's, and leaves the rest to the file of MOE_PARALLEL_CONFIG.
+Its options are those of our program, so that both train the same model. `core_transformer_config`
+translates them, and leaves the rest to the file of MOE_PARALLEL_CONFIG.
 """
 
 import os
@@ -33,32 +33,32 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
 
-from moe_parallel.config import Config, make_config
+from moe_parallel.config import Config
 from moe_parallel.config.option import options
 from moe_parallel.megatron import FILE
 from moe_parallel.model.initialization import initialize_weights
-from moe_parallel.parallel import destroy_groups
-from tests.model.small_gpt import SIZES, VOCABULARY, Options, micro_batches
+from tests.model.small_gpt import VOCABULARY, Options, micro_batches
 
 SPEC = ["moe_parallel.megatron", "layer_spec"]
 
-#: Megatron-Core's names for what is called otherwise here, or given otherwise.
 _FIELDS = {field.name for field in fields(TransformerConfig)}
 
 
 class Trainer:
     """A model in training. The methods are Megatron-LM's functions of about these names."""
 
-    def __init__(self, given: Options, file: Path, flags: Options | None = None) -> None:
+    batches = staticmethod(micro_batches)
+
+    def __init__(self, given: Config, file: Path, flags: Options) -> None:
         """
         Args:
             given: the options of the model, the layout and the system, of our program.
             file: the YAML file to write.
             flags: fields of TransformerConfig besides those that follow from `given`.
         """
-        self.options = make_config(SIZES | given)
+        self.options = given
         self.initialize_megatron()
-        self.config = core_transformer_config(self.options, file, flags or {})
+        self.config = core_transformer_config(given, file, flags)
         chunks = [self.model_provider(stage) for stage in self.stages]
         self.config.hetereogenous_dist_checkpoint = True  # the names by which our program draws
         for chunk in chunks:
@@ -181,7 +181,7 @@ class Trainer:
         dp = parallel_state.get_data_parallel_world_size()
         per_step = training.global_batch_size // training.micro_batch_size
         batches = [
-            list(micro_batches(self.options, self.iteration * per_step, self)) for _ in self.stages
+            list(self.batches(self.options, self.iteration * per_step, self)) for _ in self.stages
         ]
         iterators = [iter(each) for each in batches]
         reported = get_forward_backward_func()(
@@ -276,32 +276,27 @@ def core_transformer_config(given: Config, file: Path, flags: Options) -> Transf
         if name.endswith("_parallel_size") or name == "sequence_parallel"
     }
     layers = [int(layer) for layer in given.moe_layers]
-    return TransformerConfig(
-        num_layers=given.model.num_layers,
-        hidden_size=given.model.hidden_size,
-        num_attention_heads=given.model.num_attention_heads,
-        num_query_groups=given.model.query_groups,
-        ffn_hidden_size=given.model.ffn_hidden_size,
-        num_moe_experts=given.num_experts,
-        moe_layer_freq=1 if all(layers) else layers,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=given.model.init_method_std,
-        transformer_impl="local",
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        virtual_pipeline_model_parallel_size=given.virtual_stages,
-        pipeline_dtype=torch.float32,
-        **(shared | parallel | flags),
-    )
-
-
-def finish() -> None:
-    """End the trainer, so that another can be made in this world."""
-    destroy_groups()
+    fields_of_model: Options = {
+        "num_layers": given.model.num_layers,
+        "hidden_size": given.model.hidden_size,
+        "num_attention_heads": given.model.num_attention_heads,
+        "num_query_groups": given.model.query_groups,
+        "ffn_hidden_size": given.model.ffn_hidden_size,
+        "num_moe_experts": given.num_experts,
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": given.model.init_method_std,
+        "transformer_impl": "local",
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "virtual_pipeline_model_parallel_size": given.virtual_stages,
+        "pipeline_dtype": torch.float32,
+    }
+    return TransformerConfig(**(fields_of_model | shared | parallel | flags))
