@@ -21,6 +21,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,7 @@ from moe_parallel.layers.expert_layer import in_backward_pass
 from moe_parallel.layers.system import system_of
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.parallel import Groups, current_groups
+from moe_parallel.platform.device import device
 from moe_parallel.platform.megatron import UNKNOWN_MLP
 
 FILE = "MOE_PARALLEL_CONFIG"
@@ -145,9 +147,10 @@ def read_options(megatron: TransformerConfig) -> Config:
     _check_equal(make_config(theirs | file), config, file.keys() & theirs.keys(), path)
     validate_layer(config)
     _check_supported(config)
-    if "train_iters" not in file | theirs and config.selection.rescaled(config) != config.selection:
+    if "train_iters" not in file | theirs:
         raise InputError(
-            f"{FILE}={path}: an option is set by the length of the run: add train-iters to the file"
+            f"{FILE}={path}: add train-iters, the number of optimizer steps of the run, which no "
+            "--train-iters gives"
         )
     return config
 
@@ -294,14 +297,16 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         if self.has_experts:
             UNKNOWN_MLP.suppress()
             submodules = replace(submodules, mlp=self._experts(config, options, groups))
-        super().__init__(
-            config=config,
-            submodules=submodules,
-            layer_number=layer_number,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            **named,
-        )
+        # Megatron-Core names the device of each weight of its own.
+        with nullcontext() if config.use_cpu_initialization else device():
+            super().__init__(
+                config=config,
+                submodules=submodules,
+                layer_number=layer_number,
+                pg_collection=pg_collection,
+                vp_stage=vp_stage,
+                **named,
+            )
         self._steps = 0
         if not self.has_experts:
             return
@@ -344,9 +349,9 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         )
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        if self.training and not isinstance(self.config.finalize_model_grads_func, EndOfStep):
-            # Megatron-LM sets it after it has built the model.
-            self.config.finalize_model_grads_func = EndOfStep(self.config.finalize_model_grads_func)
+        finalize = self.config.finalize_model_grads_func  # set after the model is built
+        if self.training and finalize is not None and not isinstance(finalize, EndOfStep):
+            self.config.finalize_model_grads_func = EndOfStep(finalize)
         return super().forward(*arguments, **named)
 
     def end_step(self) -> None:
