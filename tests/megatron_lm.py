@@ -297,6 +297,8 @@ def core_transformer_config(given: Config, file: Path, flags: Options) -> Transf
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "virtual_pipeline_model_parallel_size": given.virtual_stages,
+        "overlap_p2p_comm": given.virtual_stages is not None,
+        "batch_p2p_comm": given.virtual_stages is None,
         "pipeline_dtype": torch.float32,
     }
     return TransformerConfig(**(fields_of_model | shared | parallel | flags))
