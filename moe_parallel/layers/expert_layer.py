@@ -44,21 +44,13 @@ def at_start() -> int:
 
 
 class Recipient(Protocol):
-    """Takes the statistics of a forward pass: see `RoutingTotals`."""
+    """Takes the statistics of a forward pass: some of the methods of `RoutingTotals`."""
 
-    def add(
-        self,
-        layer_number: int,
-        tokens_per_expert_E: torch.Tensor,
-        scores_TE: torch.Tensor,
-        **others: Any,
-    ) -> None: ...
+    def add(self, *counts: Any, **others: Any) -> None: ...
 
-    def add_loss(self, layer_number: int, name: str, loss: torch.Tensor) -> None: ...
+    def add_loss(self, *loss: Any, **others: Any) -> None: ...
 
-    def add_merges(
-        self, layer_number: int, weights_ME: torch.Tensor, tokens_M: torch.Tensor
-    ) -> None: ...
+    def add_merges(self, *merges: Any, **others: Any) -> None: ...
 
 
 class Statistics(Protocol):
