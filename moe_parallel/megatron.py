@@ -251,6 +251,16 @@ def _check_stages(megatron: TransformerConfig) -> None:
             )
 
 
+def _described(config: Config) -> str:
+    """What the layers are, for Megatron-LM's log, which lists its own arguments alone."""
+    selection = config.selection
+    values = {option: getattr(selection, option.name) for option in options(type(selection))}
+    given = [f"{each.flag} {value}" for each, value in values.items() if value != each.default]
+    width = f"{config.num_experts} experts of width {config.expert_width}"
+    lines = [" ".join([f"{width}: {selection.system}", *given]), *config.notes, *config.warnings]
+    return "\n".join(f"moe_parallel: {line}" for line in lines)
+
+
 @cache
 def _default(name: str) -> Any:
     """The default of a field of TransformerConfig."""
@@ -283,8 +293,10 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         """`layer_number`: within this chunk of the model, from 1."""
         groups = current_groups()
         number = layer_number + get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
-        options = read_options(config)
+        ours = read_options(config)
         _check_stages(config)
+        if number == 1 and dist.get_rank() == 0:
+            print(_described(ours), flush=True)
         specs = get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=config.transformer_impl == "transformer_engine",
@@ -292,11 +304,11 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             qk_l2_norm=config.qk_l2_norm,
         )
         submodules = specs[number - 1].submodules
-        self.has_experts = options.moe_layers[number - 1]
-        self.is_controlled = options.selection.controlled is not None  # also without experts
+        self.has_experts = ours.moe_layers[number - 1]
+        self.is_controlled = ours.selection.controlled is not None  # also without experts
         if self.has_experts:
             UNKNOWN_MLP.suppress()
-            submodules = replace(submodules, mlp=self._experts(config, options, groups))
+            submodules = replace(submodules, mlp=self._experts(config, ours, groups))
         # Megatron-Core names the device of each weight of its own.
         with nullcontext() if config.use_cpu_initialization else device():
             super().__init__(
@@ -320,9 +332,9 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         if config.perform_initialization:
             std = config.init_method_std
             smaller = std / math.sqrt(2 * config.num_layers)  # Megatron-Core's, of output layers
-            initialize_weights(self.mlp, f"{options.training.seed} {number}", std, smaller)
+            initialize_weights(self.mlp, f"{ours.training.seed} {number}", std, smaller)
 
-    def _experts(self, config: TransformerConfig, options: Config, groups: Groups) -> ModuleSpec:
+    def _experts(self, config: TransformerConfig, ours: Config, groups: Groups) -> ModuleSpec:
         """The specification of the layer of experts."""
         selective = config.recompute_granularity == "selective"
         modules = (config.recompute_modules or ()) if selective else ()
@@ -333,7 +345,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             return in_backward_pass(x_TD, loss)
 
         context = build_context(
-            options,
+            ours,
             groups,
             Losses(config.num_layers, groups),
             add_loss=add_loss,
@@ -341,11 +353,11 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             recomputes_layers="moe" in modules,
             recomputes_shared="shared_experts" in modules,
         )
-        selection = options.selection.rescaled(options)
+        selection = ours.selection.rescaled(ours)
         system = system_of(selection)
         return ModuleSpec(
             module=system.layer.variant(selection),
-            params=system.arguments(selection, options.expert_width, context),
+            params=system.arguments(selection, ours.expert_width, context),
         )
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
