@@ -125,6 +125,13 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
             virtual_pipeline_model_parallel_size=virtual_stages,
             distributed_timeout_minutes=config.distributed_timeout_minutes,
         )
+    return current_groups()
+
+
+def current_groups() -> Groups:
+    """The groups that Megatron-Core has made in this process."""
+    from megatron.core import parallel_state
+
     return Groups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),

@@ -25,7 +25,7 @@ LAYERS = (
     {"systems"},
     {"model"},
     {"plan"},
-    {"evaluation", "analysis", "library"},
+    {"evaluation", "analysis", "library", "megatron"},
     {"training"},
     {"convert", "generation", "huggingface", "harness", "launch", "megatron_checkpoint", "tool"},
 )

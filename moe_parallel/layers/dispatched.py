@@ -23,18 +23,27 @@ from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.balancing.load import StepLoad
 from moe_parallel.balancing.losses import LossContext, RoutingLoss
 from moe_parallel.config import Config, DispatchedSelection, FreeExperts, Selection
+from moe_parallel.config.training import EXPERTS, SHARED
 from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerConfig, LayerContext
+from moe_parallel.layers.expert_layer import (
+    ExpertLayer,
+    LayerConfig,
+    LayerContext,
+    Recipient,
+    Statistics,
+)
 from moe_parallel.layers.free_experts import build_free_experts
+from moe_parallel.layers.given_choices import build_forcing
 from moe_parallel.layers.system import Rules, System
-from moe_parallel.parallel import gather_over, sum_gradient_over, sum_over
+from moe_parallel.ops import select_backend
+from moe_parallel.ops.bounded_experts import within_budget
+from moe_parallel.parallel import Groups, gather_over, sum_gradient_over, sum_over
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.tokens import Share, Tokens, in_order, part_of, take, zigzag
-from moe_parallel.telemetry.statistics import RoutingTotals
 
 
 class DispatchedLayer(ExpertLayer):
@@ -265,7 +274,7 @@ class DispatchedLayer(ExpertLayer):
 
     def _record(
         self,
-        totals: RoutingTotals,
+        totals: Recipient,
         choices: Choices,
         kept: Choices,
         losses: dict[str, torch.Tensor],
@@ -399,6 +408,26 @@ class SplitTokens(Tokens):
     def _by_position(self, x: torch.Tensor) -> torch.Tensor:
         """[S * B, ...] -> [S, B, ...]."""
         return x.unflatten(0, (-1, self.num_sequences))
+
+
+def build_context(
+    config: Config, groups: Groups, statistics: Statistics, **others: Any
+) -> LayerContext:
+    """What the options of a configuration make of a layer's context. `others`: its other fields, or
+    those for which the configuration does not count."""
+    ops = others.pop("ops", None) or select_backend(config.moe.moe_backend)
+    modules = config.training.recomputed_modules
+    fields = {
+        "num_moe_layers": sum(config.moe_layers),
+        "forcing": build_forcing(config),
+        "seed": config.training.seed,
+        "train_iters": config.training.train_iters,
+        "dispatch_parts": config.parallel.moe_dispatch_parts,
+        "recomputes_layers": EXPERTS in modules,
+        "recomputes_shared": SHARED in modules,
+    }
+    ops = within_budget(ops, config.moe.activation_budget_bytes)
+    return LayerContext(groups, ops, statistics, build_capacity(config), **(fields | others))
 
 
 def build_capacity(config: Config) -> Capacity | None:

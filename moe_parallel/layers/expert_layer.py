@@ -23,7 +23,6 @@ from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
 from moe_parallel.telemetry.progress import Progress
-from moe_parallel.telemetry.statistics import RoutingTotals
 
 #: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
 #: input. In a run, the backward pass of the returned tensor also starts that of the loss, because a
@@ -44,10 +43,20 @@ def at_start() -> int:
     return 0
 
 
+class Recipient(Protocol):
+    """Takes the statistics of a forward pass: some of the methods of `RoutingTotals`."""
+
+    def add(self, *counts: Any, **others: Any) -> None: ...
+
+    def add_loss(self, *loss: Any, **others: Any) -> None: ...
+
+    def add_merges(self, *merges: Any, **others: Any) -> None: ...
+
+
 class Statistics(Protocol):
     """Collects the statistics of the choices in the layers of a model."""
 
-    def recipient(self) -> RoutingTotals | None:
+    def recipient(self) -> Recipient | None:
         """What counts the forward pass under way; None: it is not counted."""
         ...
 

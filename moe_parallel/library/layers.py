@@ -16,12 +16,10 @@ from torch.func import functional_call
 from moe_parallel.balancing.controller import end_step
 from moe_parallel.config import AutonomousSelection, RoutedSelection, Selection
 from moe_parallel.errors import InputError
-from moe_parallel.layers import DispatchedLayer, LayerConfig, LayerContext
-from moe_parallel.layers.dispatched import build_capacity
-from moe_parallel.layers.given_choices import build_forcing
+from moe_parallel.layers import DispatchedLayer, LayerConfig
+from moe_parallel.layers.dispatched import build_context
 from moe_parallel.layers.system import system_of
 from moe_parallel.library.arguments import layer_config, options_of_layer
-from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.systems import AoESelection, TopKSelection
 from moe_parallel.telemetry.statistics import RoutingTotals
@@ -93,15 +91,14 @@ class MixtureOfExperts(nn.Module):
 
     def _build(self) -> DispatchedLayer:
         config = self.config
-        context = LayerContext(
+        context = build_context(
+            config,
             groups_of_one(),
-            select_backend(config.moe.moe_backend),
             self.statistics,
-            build_capacity(config),
-            num_moe_layers=1,
             add_loss=self._set_aux_loss,
-            forcing=build_forcing(config),
             iteration=self._iteration,
+            seed=0,
+            train_iters=None,
         )
         selection = config.selection.rescaled(config)
         sizes = self.hidden_size, self.num_experts, config.model.init_method_std

@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config, ModelConfig
-from moe_parallel.config.training import DENSE, EXPERTS, SHARED
+from moe_parallel.config.training import DENSE
 from moe_parallel.experts.dense import DenseMLP, linear_by
 from moe_parallel.experts.fp8 import Fp8Engine
 from moe_parallel.layers import LayerContext
-from moe_parallel.layers.dispatched import build_capacity
+from moe_parallel.layers.dispatched import build_context
 from moe_parallel.layers.expert_layer import at_start
-from moe_parallel.layers.given_choices import RouterTrace, build_forcing
+from moe_parallel.layers.given_choices import RouterTrace
 from moe_parallel.layers.system import system_of
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.heads_norm import over
@@ -35,8 +35,7 @@ from moe_parallel.model.language_model import Fp8GPTModel, LanguageModel
 from moe_parallel.model.self_attention import RotarySelfAttention
 from moe_parallel.model.token_ids import TransformerLayerWithIds
 from moe_parallel.model.transformer_config import transformer_config
-from moe_parallel.ops import Ops, select_backend
-from moe_parallel.ops.bounded_experts import within_budget
+from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.platform.norm import norm_by
@@ -91,25 +90,16 @@ def build_chunks(
     megatron.timers = Timers(progress)
     hash_table_VK = build_hash_table(config, padded_vocab_size, token_counts)
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
-    context = LayerContext(
+    context = build_context(
+        config,
         groups,
-        within_budget(
-            ops or select_backend(config.moe.moe_backend), config.moe.activation_budget_bytes
-        ),
         statistics,
-        build_capacity(config),
-        num_moe_layers=sum(config.moe_layers),
+        ops=ops,
         fp8=fp8,
         progress=progress,
-        forcing=build_forcing(config),
         trace=trace or RouterTrace(),
         iteration=iteration,
         hash_table_VK=hash_table_VK,
-        seed=config.training.seed,
-        train_iters=config.training.train_iters,
-        dispatch_parts=config.parallel.moe_dispatch_parts,
-        recomputes_layers=EXPERTS in config.training.recomputed_modules,
-        recomputes_shared=SHARED in config.training.recomputed_modules,
     )
     gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]

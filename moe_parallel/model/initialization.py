@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -10,12 +11,18 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from moe_parallel.model.shards import shards
 
+#: W_o of routed, merged and shared experts.
+_OUTPUT = re.compile(r"(^|\.)(w_out_\w+|linear_fc2\.weight)$")
+
 
 @torch.no_grad()
-def initialize_weights(model: Any, seed: int, std: float) -> None:
+def initialize_weights(
+    model: Any, seed: int | str, std: float, output_std: float | None = None
+) -> None:
     """Fill every parameter of `model` (a Megatron module).
 
-    Norms start at 1, biases at 0, matrices with N(0, std^2).
+    Norms start at 1, biases at 0, matrices with N(0, std^2), or with `output_std` those of experts
+    whose products are added to the residual stream.
 
     A parameter with an attribute `init_std` that is not None has that standard deviation instead; a
     vector with 0 is a bias.
@@ -26,7 +33,8 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
     """
     for shard in shards(model):
         own_std = getattr(shard.data, "init_std", None)
-        scale = std if own_std is None else own_std
+        usual = output_std if output_std is not None and _OUTPUT.search(shard.key) else std
+        scale = usual if own_std is None else own_std
         if len(shard.global_shape) == 1:
             shard.data.fill_(0.0 if shard.key.endswith(".bias") or own_std == 0 else 1.0)
         elif len(shard.global_shape) == 2:
@@ -36,7 +44,7 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
                 weight.copy_(_part(shard, _normal(shard, seed, f"{shard.key}.{expert}"), 1) * scale)
 
 
-def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:
+def _normal(shard: ShardedTensor, seed: int | str, name: str) -> torch.Tensor:
     """A standard normal matrix of the last axes of the complete tensor, from seed and name."""
     shape = shard.global_shape if len(shard.global_shape) == 2 else shard.global_shape[1:]
     device = shard.data.device

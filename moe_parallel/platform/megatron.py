@@ -108,7 +108,14 @@ class Notice:
             logger.addFilter(lambda record: not str(record.msg).startswith(self.beginning))
 
 
+UNKNOWN_MLP = Notice(
+    "Unknown MLP type",
+    "our layers are given their process groups by their spec, and need no others",
+    logger="megatron.core.transformer.transformer_layer",
+)
+
 NOTICES = (
+    UNKNOWN_MLP,
     Notice("full scope is deprecated", "about a default of Megatron-Core's own"),
     Notice("MimoModelConfig is experimental", "no such model is used here"),
     Notice(
@@ -150,11 +157,6 @@ NOTICES = (
         "DistributedDataParallel: full_param_layout not provided",
         "Megatron-Core computes the layout itself",
         logger="megatron.core.distributed.distributed_data_parallel",
-    ),
-    Notice(
-        "Unknown MLP type",
-        "our layers are given their process groups by their spec, and need no others",
-        logger="megatron.core.transformer.transformer_layer",
     ),
     Notice(
         "GPTModel IS DEPRECATED",

@@ -27,6 +27,28 @@ FAULTS_OF_MODELS = [
         "return weight, weight.main_grad",
         ("tests/model/test_same_run.py",),
     ),
+    # The layers in Megatron-LM.
+    Fault(
+        "in Megatron-LM, biases and cutoffs stand still",
+        "moe_parallel/megatron.py",
+        "            self.mlp.after_step()\n",
+        "",
+        ("tests/test_megatron.py",),
+    ),
+    Fault(
+        "in Megatron-LM, a resumed run counts its steps from 0",
+        "moe_parallel/megatron.py",
+        "self._steps = int(self.steps)",
+        "self._steps = 0",
+        ("tests/test_megatron.py",),
+    ),
+    Fault(
+        "in Megatron-LM, a loss per token makes auxiliary losses smaller with tp",
+        "moe_parallel/megatron.py",
+        "loss * (len(x_TD) * groups.tp_cp.size())",
+        "loss * len(x_TD)",
+        ("tests/test_megatron.py",),
+    ),
     # Generation, and likelihoods for the harness.
     Fault(
         "a prompt that is padded in its batch attends to the padding",
