@@ -39,8 +39,7 @@ from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
 from moe_parallel.evaluation.selections_of_ranks import batches_of_rank, on_all_layers
 from moe_parallel.model.forward import Batch
 from moe_parallel.training.checkpoint.folder import find_checkpoint
-from moe_parallel.training.open_model import open_model
-from moe_parallel.training.standalone import vocab_size_of
+from moe_parallel.training.standalone import open_model, vocab_size_of
 from moe_parallel.training.text import open_text, open_tokenizer
 
 #: The name of the folder in a run.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel.launch.slurm import first_host, is_task, port, rank_variables
+from moe_parallel.launch.program import first_host, is_task, port, rank_variables
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -18,8 +18,8 @@ EXPERTS = {"num_experts": 4}
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The settings of the process are restored; no variable is set before a test."""
     for variable in VARIABLES:
-        monkeypatch.setenv(variable.name, "")  # so that it is restored
-        monkeypatch.delenv(variable.name)
+        monkeypatch.setenv(variable, "")  # so that it is restored
+        monkeypatch.delenv(variable)
     benchmark = torch.backends.cudnn.benchmark
     yield
     torch.use_deterministic_algorithms(False)

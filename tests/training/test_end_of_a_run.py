@@ -29,10 +29,6 @@ def files(folder) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def evaluated(save) -> list[int]:
-    return [record["iteration"] for record in records(save) if "validation" in record]
-
-
 def _train(*runs, train=pretrain_here):
     """(exit code, output) of each run, on one rank."""
     return run_distributed(1, train, runs)[0]
@@ -89,28 +85,6 @@ def test_a_finished_run_is_left_as_it_is(finished, tmp_path):
     assert (save / "run.png").exists()
     assert files(save) == before
     assert not (tmp_path / "other").exists()
-
-
-def test_without_save_a_finished_run_is_evaluated(finished):
-    options, save = finished
-    before = files(save)
-    ((code, printed),) = _train(options | {"load": save, "save": "none"})
-    assert code == 0
-    assert "validation" in printed.splitlines()[-1]
-    assert files(save) == before
-
-
-@pytest.mark.full
-def test_no_evaluation(tmp_path):
-    common = RUN | small_data(tmp_path) | {"eval_interval": 2, "eval_iters": 0}
-    none, full = common | {"save": tmp_path / "none"}, common | {"save": tmp_path / "full"}
-    ends = _train(none, none | {"load": tmp_path / "none"}, full | {"full_evaluation": True})
-    assert [code for code, _ in ends] == [0, 0, 0]
-    assert evaluated(tmp_path / "none") == []
-    assert (tmp_path / "none" / "run.png").exists()
-    assert "nothing is left to do" in ends[1][1]
-    assert evaluated(tmp_path / "full") == [4]
-    assert "bits per byte" in ends[2][1]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -126,13 +126,3 @@ def test_another_schedule(run, tmp_path):
     assert [record["learning_rate"] for record in records] == [2e-2, 2e-2]
     assert records[0]["consumed_samples"] == 40
     assert "override-opt-param-scheduler: false" in (tmp_path / "longer/config.yaml").read_text()
-
-
-def test_another_run_needs_another_folder(run, tmp_path):
-    options, folder = run
-    for load in (folder, folder / "iter_0000004"):
-        tuning = options | {"finetune": True, "load": load, "save": folder}
-        assert run_distributed(1, _start, tuning) == [
-            f"--save {folder} already contains a run (iter_0000004), and --finetune starts a new "
-            f"one: use another folder, or continue that run with --load {folder} alone"
-        ]

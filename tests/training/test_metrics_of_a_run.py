@@ -8,7 +8,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_parallel.data.tokenizer import load_tokenizer
-from moe_parallel.telemetry.metrics import read_metrics
 from tests.distributed import run_distributed
 from tests.program import (
     AOE,
@@ -125,10 +124,6 @@ def test_tensorboard(run, records):
     logged = {r["iteration"]: r["lm_loss"] for r in records if "lm_loss" in r}
     assert losses == pytest.approx(logged, rel=1e-6)
     assert len(events.Scalars("validation/noise/bits_per_byte")) == 3
-
-
-def test_the_reader_takes_it(run, records):
-    assert read_metrics(run[1] / "metrics.jsonl") == records
 
 
 @pytest.mark.full

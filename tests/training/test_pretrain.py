@@ -52,12 +52,6 @@ def test_experts_of_a_width_that_tensor_cores_cannot_read(
     assert warning.startswith(expected)
 
 
-def test_experts_of_a_fitting_width_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = make_config(SIZES | FACTORS | {"moe_ffn_hidden_size": 15})
-    assert config.expert_width == 16 and not _width_warnings(config)
-
-
 TRAIN = {"a": [words(30, i) for i in range(9)], "b": [words(40, 50 + i) for i in range(7)]}
 VALID = {"a": [words(30, 90), words(9, 91)], "b": ["of another kind " + words(30, 92)]}
 MEASURED = {"a": TextLoss(700.0, 100, 300), "b": TextLoss(900.0, 90, 200)}
@@ -143,9 +137,3 @@ def test_a_large_corpus_is_read_in_part_and_the_table_says_so(
     *_, note = format_table(comparison).splitlines()
     size = f"{share / 2**20:.4g} MiB"
     assert note == f"unigram, trigram: of the first {size} of training text of each domain"
-
-
-def test_text_that_just_fits_is_not_called_a_part(tmp_path: Path, bpe: FastTokenizer) -> None:
-    size = len(joined(TRAIN["a"]))
-    assert compare(tmp_path, bpe, "a", train_bytes=size).note == ""
-    assert compare(tmp_path, bpe, "a", train_bytes=size - len(TRAIN["a"][-1].encode())).note

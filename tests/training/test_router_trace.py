@@ -125,18 +125,6 @@ def refused_here(cases: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def test_what_is_refused_is_said_in_a_line(runs: Any, tmp_path: Path) -> None:
-    folder, _ = runs
-    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole" / "trace"}
-    for number, (changes, words) in enumerate(REFUSED.values()):
-        case = options | {"save": tmp_path / str(number)} | changes
-        ((message,),) = run_distributed(1, refused_here, [case])
-        assert (
-            message.replace(str(folder / "whole" / "trace"), "FOLDER")
-            == f"--moe-router-replay {words}"
-        )
-
-
 def filled_here(options: dict[str, Any], steps: int) -> str:
     """The message of a run whose disk is full after a number of steps of the trace."""
     left, write = [steps], router_trace.write_atomically

@@ -145,11 +145,6 @@ def test_a_run_that_was_refused_leaves_nothing(tmp_path):
     assert folder.exists()  # it existed before
 
 
-def test_without_save_nothing_is_locked():
-    with locked_folder(None) as warnings:
-        assert warnings == []
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
     def refuse(file, operation):
@@ -181,12 +176,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--save \S+/file/run cannot be written \(.*\): name a"):
         _take(tmp_path / "file" / "run")
-
-
-def test_a_pipe_as_lock_file_is_named(tmp_path):
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(InputError, match=rf"{LOCK}: File or stream is not seekable"):
-        _take(tmp_path)
 
 
 def test_a_link_as_lock_file_is_refused(tmp_path):
