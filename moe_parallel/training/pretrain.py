@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
+import lzma
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -23,12 +22,6 @@ from moe_parallel.config import Config, FixedNumber, validate
 from moe_parallel.config.message import counted
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
-from moe_parallel.evaluation.baselines import (
-    first_bytes,
-    held_out_bits_per_byte,
-    joined,
-    train_trigram,
-)
 from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
@@ -290,85 +283,48 @@ def _tell_finished(config: Config, stage: Stage) -> None:
 
 
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
-    """The last evaluation, the comparison with simple models, and the figure. Collective."""
+    """The last evaluation, its bits per byte beside those of xz, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
     text_losses = loop.evaluate(everything=full)
     parameters = total_parameters(unwrap_model(loop.engine.chunks))
     if dist.get_rank() != 0:
         return
     if full and text_losses:
-        table = compare_with_baselines(text_losses, loop.datasets, tokenizer)
-        telemetry.say("\nheld-out text, every token:\n" + format_table(table))
+        table = bits_per_byte(text_losses, loop.datasets, tokenizer)
+        telemetry.say("\n".join(["\nheld-out text, every token:", *table]))
     if loop.config.checkpoint.save is not None:
         telemetry.say(write_figure(loop.config, parameters))
 
 
-# Far more than a trigram model of bytes can use; read and counted in a minute or two.
-TRAIN_BYTES = 256 * 2**20
+def bits_per_byte(
+    text_losses: Mapping[str, TextLoss], datasets: Datasets, tokenizer: Tokenizer
+) -> list[str]:
+    """A table for a terminal: bits per byte of the model and of `xz -9` on held-out text.
 
-
-@dataclass(frozen=True)
-class ByteComparison:
-    """Bits per byte by text and model.
-
-    Attributes:
-        rows: {domain or "all": {"model", "unigram", "trigram", "xz -9"}}; "all" if there are
-            several domains.
-        note: a remark on the numbers; may be empty.
+    It has a row for each domain, and one for all if there are several. xz sees only the held-out
+    text, which the model did not see either; its file counts with its header. Memory: the held-out
+    text, twice.
     """
-
-    rows: Mapping[str, Mapping[str, float]]
-    note: str
-
-
-def compare_with_baselines(
-    text_losses: Mapping[str, TextLoss],
-    datasets: Datasets,
-    tokenizer: Tokenizer,
-    train_bytes: int = TRAIN_BYTES,
-) -> ByteComparison:
-    """The model, a unigram and a trigram model of bytes, and xz, on held-out text.
-
-    The byte models are trained on the training text of every domain. If that is more than
-    `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many
-    bytes from each domain. The other ranks wait meanwhile, so this must not grow with the corpus.
-    xz sees only the held-out text, which the model did not see either. Memory: the held-out text,
-    twice.
-    """
-    train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
-    share = max(1, train_bytes // len(train))
-    trigram = train_trigram(chain.from_iterable(first_bytes(side, share) for side in train))
-    left_out = any(next(side, None) is not None for side in train)
-
     ours = dict(text_losses)
-    held_out = {name: joined(texts(side, tokenizer)) for name, side in datasets.valid.items()}
+    held_out = {
+        name: "".join(texts(side, tokenizer)).encode() for name, side in datasets.valid.items()
+    }
     if len(held_out) > 1:
-        held_out["all"] = np.concatenate(list(held_out.values()))
+        held_out["all"] = b"".join(held_out.values())
         ours["all"] = TextLoss(
             sum(each.nats for each in text_losses.values()),
             sum(each.tokens for each in text_losses.values()),
             sum(each.num_bytes for each in text_losses.values()),
         )
-    rows = {
-        name: {"model": ours[name].bits_per_byte} | held_out_bits_per_byte(trigram, data)
-        for name, data in held_out.items()
-    }
-    of_each = " of each domain" if len(train) > 1 else ""
-    note = f"unigram, trigram: of the first {_mebibytes(share)} of training text{of_each}"
-    return ByteComparison(rows, note if left_out else "")
-
-
-def format_table(comparison: ByteComparison) -> str:
-    """The comparison as lines for a terminal, the note last."""
-    table = comparison.rows
-    columns = list(next(iter(table.values())))
-    width = max(map(len, [*table, "bits per byte"]))
-    head = f"{'bits per byte':<{width}}" + "".join(f"{column:>10}" for column in columns)
-    rows = [
-        f"{name:<{width}}" + "".join(f"{row[column]:>10.3f}" for column in columns)
-        for name, row in table.items()
+    width = max(map(len, [*held_out, "bits per byte"]))
+    return [
+        f"{'bits per byte':<{width}}{'model':>10}{'xz -9':>10}",
+        *(
+            f"{name:<{width}}{ours[name].bits_per_byte:>10.3f}"
+            f"{8 * len(lzma.compress(text, preset=9)) / len(text):>10.3f}"
+            for name, text in held_out.items()
+        ),
     ]
-    return "\n".join([head, *rows, *filter(None, [comparison.note])])
 
 
 def write_figure(config: Config, parameters: int) -> str:
@@ -394,7 +350,3 @@ def _model_line(config: Config, parameters: int) -> str:
         if isinstance(config.selection, FixedNumber):
             line += f", {config.selection.moe_router_topk} a token"
     return line
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.4g} MiB"

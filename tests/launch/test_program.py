@@ -24,16 +24,6 @@ def _at_once(*arguments, **environment):
     return ended.returncode, ended.stdout, said
 
 
-def test_help_to_a_reader_that_leaves():
-    help_ = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert help_.stdout is not None and help_.stderr is not None
-    help_.stdout.close()
-    assert help_.stderr.read() == b""
-    assert help_.wait() == 128 + signal.SIGPIPE
-
-
 @pytest.mark.parametrize("start", [(), ("--nproc-per-node", "2"), ("--max-restarts", "1")])
 def test_a_wrong_flag_is_told_at_once(start):
     code, out, said = _at_once(*start, "--num-layer", "2")
@@ -78,14 +68,6 @@ def test_a_launcher_inside_torchrun_is_refused():
     assert code == 2
     assert said[0].startswith("error: --nproc-per-node is for a start without torchrun")
     assert _at_once("--nproc-per-node", "2", RANK="1", TORCHELASTIC_RUN_ID="x")[2] == []
-
-
-def test_a_launcher_among_tasks_of_srun_is_refused():
-    task = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    code, _, said = _at_once("--nproc-per-node", "2", SLURM_PROCID="0", **task)
-    assert code == 2
-    assert said[0].startswith("error: --nproc-per-node is for a start on one node, and srun has")
-    assert _at_once("--nproc-per-node", "2", SLURM_PROCID="1", **task)[2] == []
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """Scenarios for Megatron-Core on a CPU host; each one fails by raising on one of its ranks."""
 
-import logging
-
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -80,18 +78,6 @@ def dropout_differs_between_tensor_parallel_ranks() -> None:
     assert not torch.equal(ours, theirs)
     ours, theirs = _of_both_ranks(torch.cat(outside))
     assert torch.equal(ours, theirs)
-
-
-def fork_without_a_warning() -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("megatron.core.tensor_parallel.random").addHandler(handler)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    with get_cuda_rng_tracker().fork():
-        torch.rand(8)
-    assert not records, records
 
 
 def recompute() -> None:

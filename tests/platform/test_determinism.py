@@ -42,14 +42,6 @@ def test_megatron_core_is_told(mode: bool) -> None:
     assert transformer_config(make_config({"deterministic_mode": mode})).deterministic_mode == mode
 
 
-def test_choices_of_the_user_that_are_deterministic_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
-    be_deterministic(make_config({}))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    assert os.environ["NCCL_ALGO"] == "Tree"
-
-
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [

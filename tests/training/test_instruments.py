@@ -14,7 +14,6 @@ from torch import distributed as dist
 from torch.autograd import DeviceType
 
 from moe_parallel.config import LoggingConfig, make_config
-from moe_parallel.layers.routed import RoutedLayer
 from moe_parallel.model import forward
 from moe_parallel.model.flops import token_flops
 from moe_parallel.telemetry.metrics import read_metrics
@@ -103,7 +102,6 @@ LAYERS, CHOICES = SMALL["num_layers"], 2
 SLOW = 1
 MICRO_BATCHES = 2  # of a step, on each rank
 OWN, OWN_OF_SLOW = 1.0, 3.0  # seconds of a micro-batch
-OF_ROW = 0.01  # seconds
 
 
 class _Time:
@@ -140,24 +138,6 @@ def _slow_host():
     forward.own_documents = slowly
 
 
-def _hot_experts():
-    """All tokens choose the experts of one rank: 2 and 3 of 4. Each row takes its time."""
-    plain, compute = RoutedLayer.choose, RoutedLayer.compute
-
-    def choose(layer, *args):
-        _Time.now += OWN
-        choices = plain(layer, *args)
-        hot = torch.tensor([2, 3]).expand_as(choices.experts_TK).contiguous()
-        return replace(choices, experts_TK=hot)
-
-    def compute_slowly(layer, rows):
-        _Time.now += OF_ROW * len(rows.x_MD)
-        return compute(layer, rows)
-
-    _Time.install()
-    RoutedLayer.choose, RoutedLayer.compute = choose, compute_slowly
-
-
 def _records(folder, before):
     options = SMALL | RUN | small_data(folder) | {"save": folder / "run"}
     ends = run_distributed(2, pretrain_here, [options], before)
@@ -168,11 +148,6 @@ def _records(folder, before):
 @pytest.fixture(scope="module")
 def slow_host(tmp_path_factory):
     return _records(tmp_path_factory.mktemp("host"), _slow_host)
-
-
-@pytest.fixture(scope="module")
-def hot_experts(tmp_path_factory):
-    return _records(tmp_path_factory.mktemp("experts"), _hot_experts)
 
 
 @pytest.mark.full
@@ -193,17 +168,6 @@ def test_it_is_told_in_one_line(slow_host):
     _, printed = slow_host
     (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
     assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
-
-
-@pytest.mark.full
-def test_hot_experts_are_told_apart(hot_experts):
-    records, _ = hot_experts
-    for record in records:
-        slowest = record["ranks"]["slowest"]
-        assert (slowest["rank"], slowest["cause"]) == (SLOW, "tokens")
-        assert record["ranks"]["rows"] == [0, TOKENS * CHOICES * LAYERS]
-        assert record["rank_load"]["overload"] == 2.0
-        assert record["rank_load"]["expert_parallel_rank"] == SLOW
 
 
 STEPS = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
@@ -248,15 +212,6 @@ def test_the_chosen_steps_are_recorded(runs):
     assert _steps_in(runs / "profiled") == 2
     text = (runs / "profiled" / "profile" / "iter_0000002_rank0.txt").read_text()
     assert text.startswith("profile of 2 steps: ") and "aten::mm" in text
-
-
-@pytest.mark.full
-def test_only_the_chosen_ranks_are_recorded(tmp_path):
-    options = SMALL | small_data(tmp_path) | SHORT | STEPS | {"train_iters": 2}
-    two = options | {"profile_ranks": [1], "save": tmp_path / "run", "global_batch_size": 4}
-    run_distributed(2, pretrain_here, [two])
-    names = {path.name for path in (tmp_path / "run" / "profile").iterdir()}
-    assert names == {"iter_0000002_rank1.json.gz", "iter_0000002_rank1.txt"}
 
 
 def test_what_the_device_and_the_host_did():

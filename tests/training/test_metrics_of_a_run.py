@@ -112,8 +112,8 @@ def test_what_is_printed(run):
     ]
     assert f"saved {save}/iter_0000010" in lines
     assert lines[-1] == f"figure: {save}/run.png"
-    (head,) = (number for number, line in enumerate(lines) if "unigram" in line)
-    assert lines[head].split() == "bits per byte model unigram trigram xz -9".split()
+    (head,) = (number for number, line in enumerate(lines) if "xz" in line)
+    assert lines[head].split() == "bits per byte model xz -9".split()
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["cycle", "noise", "all"]
 
 
