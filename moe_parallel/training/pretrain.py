@@ -50,7 +50,7 @@ from moe_parallel.training.run_folder import begin_run, goes_on_here, is_finishe
 from moe_parallel.training.run_lock import locked_folder, patience
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
-from moe_parallel.training.text import names_tokenizer, open_stream, open_text
+from moe_parallel.training.text import open_stream, open_text
 
 
 def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
@@ -86,7 +86,6 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
                 initialize_groups(config.parallel, config.virtual_stages),
                 stop,
                 given.warnings,
-                tokenizer_given=names_tokenizer(arguments),
                 progress=progress,
             )
 
@@ -98,8 +97,6 @@ def pretrain(
     groups: Groups,
     stop: StopRequest | None = None,
     warnings: Sequence[str] = (),
-    *,
-    tokenizer_given: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Train, evaluate and report; returns the exit code. Collective.
@@ -107,14 +104,13 @@ def pretrain(
     Args:
         stop: receives the signals; None: a new request that no signal reaches.
         warnings: warnings to print besides those of the configuration.
-        tokenizer_given: whether the command line names the tokenizer.
         progress: told what this rank does.
     """
+    stop, progress = stop or StopRequest(), progress or Progress()
     wait = patience(os.environ, config.parallel.hang_timeout)
     with locked_folder(config.checkpoint.save, wait) as lock_warnings:
         warnings = (*warnings, *lock_warnings)
-        stop, progress = stop or StopRequest(), progress or Progress()
-        return _pretrain(config, groups, stop, warnings, tokenizer_given, progress)
+        return _pretrain(config, groups, stop, warnings, progress)
 
 
 def _pretrain(
@@ -122,14 +118,13 @@ def _pretrain(
     groups: Groups,
     stop: StopRequest,
     warnings: Sequence[str],
-    tokenizer_given: bool,
     progress: Progress,
 ) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
     check_memory(config, config.data.vocab_size or 0, groups)
     config, damage = _before_damage(config)
-    text = open_text(config, tokenizer_given=tokenizer_given)
+    text = open_text(config)
     check_memory(config, text.vocab_size, groups)
     stream, unknown = open_stream(config, text.sources)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer, stream)

@@ -86,19 +86,14 @@ class Text:
         return torch.from_numpy(sizes).to(device)
 
 
-def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
+def open_text(config: Config) -> Text:
     """The embedded corpus, built if it is missing, or the data that --data-path names.
 
-    A run that continues from --load uses the tokenizer in that checkpoint.
-
-    Args:
-        config: of the run.
-        tokenizer_given: whether the command line itself names the tokenizer, not only a file.
-
-    Any number of processes may call this at once. Raises InputError.
+    A run that continues from --load uses the tokenizer in that checkpoint. Any number of processes
+    may call this at once. Raises InputError.
     """
     data = config.data
-    own = own_tokenizer(config.checkpoint.load, data, given=tokenizer_given)
+    own = own_tokenizer(config.checkpoint.load, data)
     if data.data_path is None:
         corpus, asked = _corpus(data), data.vocab_size or EMBEDDED_VOCAB_SIZE
         tokenizer = load_tokenizer(corpus.tokenizer_folder)
@@ -166,22 +161,19 @@ def _corpus(data: DataConfig) -> DefaultCorpus:
 # The key of the tokenizer's fingerprint in a checkpoint's record.
 TOKENIZER = "tokenizer"
 
-_FLAGS = ("tokenizer_type", "tokenizer_model")
 
-
-def own_tokenizer(load: str | None, data: DataConfig, *, given: bool = False) -> Tokenizer | None:
+def own_tokenizer(load: str | None, data: DataConfig) -> Tokenizer | None:
     """The tokenizer that the checkpoint of `--load` was trained with: the copy in it.
 
     Args:
         load: a run or one of its checkpoints; None: there is none.
         data: the configuration, which may name a tokenizer.
-        given: whether the command line itself names it, not only a file.
 
     Returns None without --load, and for a checkpoint without a tokenizer.
 
     Raises:
-        InputError: the copy is damaged or was exchanged; or the command line, or a configuration
-            that differs from the checkpoint's config.yaml, names a different tokenizer.
+        InputError: the copy is damaged or was exchanged; or the configuration names another
+            tokenizer than the checkpoint's config.yaml, and it is a different one.
     """
     if load is None:
         return None
@@ -199,30 +191,18 @@ def own_tokenizer(load: str | None, data: DataConfig, *, given: bool = False) ->
             f"--load {checkpoint}: {folder} is not the tokenizer that the weights were trained "
             "with (damaged, or another one): restore it, or load another checkpoint"
         )
-    default = DataConfig()
-    named = [f"{flag(name)} {value}" for name in _FLAGS
-             if (value := getattr(data, name)) != getattr(default, name)]  # fmt: skip
-    newly = named and (given or not _as_recorded(data, checkpoint))
-    if newly and _named(data).fingerprint != tokenizer.fingerprint:
+    default, file = DataConfig(), checkpoint / "config.yaml"
+    saved = read_yaml(file) if file.is_file() else {}
+    named = {each: getattr(data, each) for each in ("tokenizer_type", "tokenizer_model")}
+    named = {each: value for each, value in named.items() if value != getattr(default, each)}
+    is_other = any(value != saved.get(each) for each, value in named.items())
+    if is_other and _named(data).fingerprint != tokenizer.fingerprint:
+        words = " ".join(f"{flag(each)} {value}" for each, value in named.items())
         raise InputError(
-            f"{' '.join(named)} is not the tokenizer that --load {checkpoint} was trained with: "
+            f"{words} is not the tokenizer that --load {checkpoint} was trained with: "
             "remove it to use the run's own copy"
         )
     return tokenizer
-
-
-def names_tokenizer(arguments: Sequence[str]) -> bool:
-    """Whether a command line itself names the tokenizer, not only a file."""
-    words = {word.split("=")[0].replace("_", "-") for word in arguments}
-    return not words.isdisjoint(map(flag, _FLAGS))
-
-
-def _as_recorded(data: DataConfig, checkpoint: Path) -> bool:
-    """Whether the tokenizer is the one that the checkpoint's config.yaml names."""
-    file = checkpoint / "config.yaml"
-    recorded = read_yaml(file) if file.is_file() else {}
-    default = DataConfig()
-    return all(getattr(data, name) == recorded.get(name, getattr(default, name)) for name in _FLAGS)
 
 
 @dataclass(frozen=True)

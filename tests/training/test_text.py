@@ -14,7 +14,6 @@ from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byt
 from moe_parallel.errors import InputError
 from moe_parallel.training.standalone import standalone_config
 from moe_parallel.training.text import (
-    names_tokenizer,
     open_text,
     open_tokenizer,
     token_counts,
@@ -147,15 +146,14 @@ def test_another_tokenizer_on_the_command_line_is_refused(
 ) -> None:
     run, options, _ = moved
     own = options | {"load": run}
-    assert open_text(config_of(own), tokenizer_given=True).warnings == ()
+    assert open_text(config_of(own)).warnings == ()
     other_bpe().save(run.with_name("other"))
     small_bpe().save(run.with_name("same"))
     same = own | {"tokenizer_model": run.with_name("same")}
-    assert open_text(config_of(same), tokenizer_given=True).warnings == ()
+    assert open_text(config_of(same)).warnings == ()
     other = own | {"tokenizer_model": run.with_name("other")}
-    for given in (False, True):  # as a value from a file, and as a flag
-        with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
-            open_text(config_of(other), tokenizer_given=given)
+    with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
+        open_text(config_of(other))
     with pytest.raises(InputError, match=r"no/such"):
         open_text(config_of(own | {"tokenizer_model": "no/such"}))
 
@@ -185,9 +183,3 @@ def test_tools_read_a_moved_run_without_its_data(
     shutil.rmtree(run.parent / "elsewhere")
     config = standalone_config([], load="run")
     assert open_tokenizer(config).fingerprint == small_bpe().fingerprint
-
-
-@pytest.mark.parametrize("word", ["--tokenizer-model", "--tokenizer_type=NullTokenizer"])
-def test_a_command_line_that_names_a_tokenizer(word: str) -> None:
-    assert names_tokenizer(["--lr", "1", word, "x"])
-    assert not names_tokenizer(["--lr", "1", "--vocab-size", "9"])
