@@ -146,12 +146,8 @@ def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
         MEETING,
         FailureChannel,
         connect_ranks,
-        join_store,
         run,
     )
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
         if default_backend() == "nccl":
@@ -159,13 +155,13 @@ def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
         else:
             adapt_megatron_to_cpu()
         channel.watch()
-        connect_ranks(default_backend(), store, rank, world_size, MEETING)
+        connect_ranks(channel.store, default_backend(), MEETING)
         try:
             return work()
         except StorageError as error:
             raise InputError(str(error)) from error
 
-    run(body, FailureChannel(store), stop)
+    run(body, stop)
 
 
 def _check(options: LaunchOptions) -> None:

@@ -44,7 +44,7 @@ STARTED = "MOE_PARALLEL_STARTED"
 MEETING = timedelta(minutes=30)
 
 
-def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist.Store:
+def join_store(timeout: timedelta = MEETING) -> dist.Store:
     """The store that a launcher or rank 0 serves, or a new store for a single process.
 
     Launchers that restart the ranks after a failure keep their store. Each start has separate keys
@@ -58,7 +58,7 @@ def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist
     if "RANK" not in os.environ:  # MASTER_ADDR may be set for other jobs of the same script
         return dist.HashStore()
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", _rank(), _world_size(), timeout=timeout))
     except dist.DistNetworkError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
@@ -66,7 +66,7 @@ def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist
             f"({' '.join(str(error).split())[:200]}): choose a host that all reach and a free port"
         ) from error
     except dist.DistStoreError as error:
-        raise Unmet(_unmet(rank, str(error))) from error
+        raise Unmet(_unmet(str(error))) from error
     return of_this_start(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -76,12 +76,7 @@ def of_this_start(store: dist.Store, restart: str) -> dist.Store:
 
 
 def connect_ranks(
-    backend: str,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    limited_by: str = "minutes:",
+    store: dist.Store, backend: str, timeout: timedelta, limited_by: str = "minutes:"
 ) -> None:
     """Initialize torch.distributed, whose default group has all ranks of the job. Collective.
 
@@ -90,22 +85,30 @@ def connect_ranks(
     """
     try:
         dist.init_process_group(
-            backend, store=dist.PrefixStore("groups", store), rank=rank,
-            world_size=world_size, timeout=timeout,
+            backend, store=dist.PrefixStore("groups", store), rank=_rank(),
+            world_size=_world_size(), timeout=timeout,
         )  # fmt: skip
     except RuntimeError as error:  # of the store, or of gloo, which connects the ranks
         if re.search("time(d )?out", str(error), re.IGNORECASE) is None:
             raise
         limit = f"{limited_by} {timeout.total_seconds() / 60:.3g}"
-        raise Unmet(_unmet(rank, f"{limit}: {error}")) from error
+        raise Unmet(_unmet(f"{limit}: {error}")) from error
 
 
-def _unmet(rank: int, why: str) -> str:
+def _unmet(why: str) -> str:
     return (
-        f"rank {rank} on {socket.gethostname()} has waited in vain for other ranks to start "
+        f"rank {_rank()} on {socket.gethostname()} has waited in vain for other ranks to start "
         f"({' '.join(why.split())[:200]}): one is slow, stopped, lost with its host, or out of "
         "reach (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); start again"
     )
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
@@ -131,6 +134,7 @@ class FailureChannel:
         # A separate connection: a connection that waits for a key, as groups do when they are
         # created, blocks all other requests until it has the key.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
+        self.store = store
         self._code: int | None = None
         self._tells = False  # whether this rank prints the error
         self.gone = False  # whether the store is no longer served
@@ -196,16 +200,16 @@ _CODES = {
 }
 
 
-def run(
-    main: Callable[[FailureChannel], int], channel: FailureChannel, stop: StopRequest
-) -> NoReturn:
-    """Call `main`, then end the process with its exit code or with that of the job's error.
+def run(main: Callable[[FailureChannel], int], stop: StopRequest) -> NoReturn:
+    """Call `main` when there is a store, then end the process with its exit code or with that of
+    the job's error. Raises what `join_store` does.
 
     For the errors of `_CODES` and a signal one line is printed, for anything else the traceback;
     only the rank that fails first prints. `stop` receives signals while `main` runs. A fault of
     native code, or a mapped file that is cut while it is read, ends the process by a signal, after
     its stacks are printed.
     """
+    channel = FailureChannel(join_store())
     faulthandler.enable(file=2)
     try:
         with stop.listening():
@@ -253,13 +257,9 @@ def _fail(channel: FailureChannel, code: int, message: str) -> int:
     launcher_is_gone = channel.gone and (code == EXIT_INTERRUPTED or launcher_serves)
     if _rank() == 0 or not launcher_is_gone:
         tell(message)
-    if _rank() == 0 and not launcher_serves and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _rank() == 0 and not launcher_serves and _world_size() > 1:
         time.sleep(_GRACE_SECONDS)  # this rank serves the store, in which the others find the code
     return code
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def tell(message: str) -> None:

@@ -89,9 +89,7 @@ def blame(sightings: Sequence[Sighting], timeout: float) -> str | None:
 
 
 @contextlib.contextmanager
-def heartbeat(
-    progress: Progress, store: dist.Store, channel: FailureChannel, timeout: float | None
-) -> Iterator[None]:
+def heartbeat(progress: Progress, channel: FailureChannel, timeout: float | None) -> Iterator[None]:
     """Inside this context, the job ends after `timeout` seconds without progress of any rank.
 
     None: it does not.
@@ -99,7 +97,7 @@ def heartbeat(
     if timeout is None:
         yield
         return
-    beats = _Heartbeat(progress, store, channel, timeout)
+    beats = _Heartbeat(progress, channel, timeout)
     try:
         yield
     finally:
@@ -113,12 +111,10 @@ class _Heartbeat:
     a batch system.
     """
 
-    def __init__(
-        self, progress: Progress, store: dist.Store, channel: FailureChannel, timeout: float
-    ) -> None:
+    def __init__(self, progress: Progress, channel: FailureChannel, timeout: float) -> None:
         self._progress, self._channel, self._timeout = progress, channel, timeout
         # A separate connection, for the reason given in `FailureChannel`.
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
+        self._store: dist.Store = channel.store.clone()  # type: ignore[attr-defined]  # stubs lack it
         self._period = min(timeout / _BEATS, _LONGEST_PERIOD)
         self._rank = int(os.environ.get("RANK", 0))
         self._world_size = int(os.environ.get("WORLD_SIZE", 1))

@@ -41,7 +41,7 @@ from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.record import newest_good
-from moe_parallel.training.failure import FailureChannel, connect_ranks, join_store, run
+from moe_parallel.training.failure import FailureChannel, connect_ranks, run
 from moe_parallel.training.heartbeat import heartbeat
 from moe_parallel.training.instruments import open_instruments
 from moe_parallel.training.loop import Loop
@@ -56,15 +56,11 @@ from moe_parallel.training.text import open_stream, open_text
 def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
     """Pretrain as the command line specifies, and end the process; see signals.py."""
     stop = stop or StopRequest()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
-        if rank != 0 and {"--help", "-h"} & set(arguments):
-            return 0  # rank 0 prints it
         given = run_config(arguments)
         config = given.config
-        validate(config, world_size)
+        validate(config, int(os.environ.get("WORLD_SIZE", 1)))
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
         if config.training.deterministic_mode:
@@ -78,9 +74,9 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         channel.watch()
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         flag = "--distributed-timeout-minutes"
-        connect_ranks(backend, store, rank, world_size, timeout, flag)
+        connect_ranks(channel.store, backend, timeout, flag)
         progress = Progress(clock_of(device()))
-        with heartbeat(progress, store, channel, config.parallel.hang_timeout):
+        with heartbeat(progress, channel, config.parallel.hang_timeout):
             return pretrain(
                 config,
                 initialize_groups(config.parallel, config.virtual_stages),
@@ -89,7 +85,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
                 progress=progress,
             )
 
-    run(body, FailureChannel(store), stop)
+    run(body, stop)
 
 
 def pretrain(

@@ -1,5 +1,6 @@
 """`python pretrain_gpt_moe.py`, started by a user, a shell or Slurm: one line, the right code."""
 
+import json
 import os
 import pty
 import signal
@@ -88,6 +89,9 @@ def test_a_batch_system_stops_the_launcher(tmp_path):
         os.kill(job.pid, signal.SIGTERM)
         assert job.finish() == 75
         *_, saved, stopped = job.output.splitlines()
+    start = json.loads((save / "starts.jsonl").read_text())
+    assert (start["ranks"], start["load"]) == (2, None)
+    assert " --nproc-per-node 2 --num-layers 2 " in start["command"]  # the launcher's, not a rank's
     iteration = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert saved == f"saved {save}/iter_{iteration:07d}"
     assert (
@@ -116,19 +120,3 @@ def test_a_terminal_that_closes(tmp_path, launcher):
     os.close(ours)
     assert job.wait(600) == 75
     assert (save / "latest_checkpointed_iteration.txt").is_file()
-
-
-@pytest.mark.full
-def test_a_terminal_that_closes_means_nothing_under_nohup(tmp_path):
-    save = tmp_path / "run"
-    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Program(tmp_path, 2, flags(options)) as job:
-        signal.signal(signal.SIGHUP, hangup)
-        job.wait_for("iteration      3")
-        for process in (job.pid, job.rank(0)):
-            os.kill(process, signal.SIGHUP)
-        last = job.output.count("iteration")
-        job.wait_for(f"iteration {last + 50:6d}")
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.finish() == 75

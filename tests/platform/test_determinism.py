@@ -8,7 +8,6 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
-from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.platform.determinism import VARIABLES, be_deterministic
 
 EXPERTS = {"num_experts": 4}
@@ -35,11 +34,6 @@ def test_what_it_sets() -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["NCCL_ALGO"] == "Ring"
     assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_megatron_core_is_told(mode: bool) -> None:
-    assert transformer_config(make_config({"deterministic_mode": mode})).deterministic_mode == mode
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import destroy_groups, initialize_groups, share_gloo_device
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from tests.distributed import run_distributed
 
@@ -41,14 +41,3 @@ def test_megatron_makes_no_further_device():
     assert devices_0 == devices_1 == [1, 1, 1]
     assert sums_0 == [1, 0, 1, 1]
     assert sums_1 == [1, 1, 1, 1]
-
-
-def _timeouts() -> list[str]:
-    with share_gloo_device():
-        group = dist.new_group(timeout=dist.default_pg_timeout / 2)
-    return [str(group._get_backend(torch.device("cpu")).options._timeout)]
-
-
-def test_the_timeout_of_a_group_holds():
-    half = str(dist.default_pg_timeout / 2)
-    assert run_distributed(2, _timeouts) == [[half], [half]]

@@ -8,7 +8,6 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads, optimizer
 
-from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.gradients import (
     l2_norm_by_rows,
     l2_norm_of_list,
@@ -119,10 +118,3 @@ def test_only_the_loops_are_replaced():
         assert clip_grads.l2_norm_impl is l2_norm_of_list
         assert clip_grads.multi_tensor_scale_impl is scale_list
         assert optimizer.multi_tensor_scale_impl is of_a_package
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the host has a GPU")
-def test_a_cpu_host_scales_in_place_and_keeps_its_norm():
-    adapt_megatron_to_cpu()
-    assert clip_grads.multi_tensor_scale_impl is optimizer.multi_tensor_scale_impl is scale_list
-    assert clip_grads.l2_norm_impl is l2_norm_by_rows

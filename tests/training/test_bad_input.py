@@ -11,7 +11,7 @@ import pytest
 from moe_parallel.errors import InputError
 from moe_parallel.training.pretrain import main
 from tests.distributed import run_distributed
-from tests.program import AOE, SMALL, Ranks, Torchrun, flags, pretrain_here, small_data
+from tests.program import AOE, SMALL, Ranks, flags, pretrain_here, small_data
 
 
 @pytest.fixture(scope="module")
@@ -174,16 +174,6 @@ def _error_line(output):
     return line
 
 
-def test_a_cache_that_cannot_be_written(place, tmp_path):
-    options = SMALL | small_flags(place) | {"data_cache_path": place / "file" / "cache"}
-    codes, output = _program(tmp_path, options)
-    assert codes == [2, 2]
-    assert re.fullmatch(
-        rf"error: --data-cache-path {place}/file/cache cannot be written \(.*\): .*",
-        _error_line(output),
-    )
-
-
 def test_what_only_the_first_rank_writes(place, tmp_path):
     save = tmp_path / "run"
     (save / "metrics.jsonl").mkdir(parents=True)
@@ -239,15 +229,3 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_d
     assert codes == [2, 2]
     assert re.match(rf"error: --save {save} cannot be written \(.*Read-only", _error_line(output))
     assert _contents(save) == before
-
-
-@pytest.mark.full
-def test_torchrun_ends_with_the_message_once(place, tmp_path):
-    wrong = {"load": place / "empty", "save": tmp_path / "run"}
-    with Torchrun(tmp_path, 2, flags(SMALL | small_flags(place) | wrong)) as job:
-        assert job.finish() != 0
-        output = job.output
-    assert output.startswith(f"error: --load {place}/empty: no checkpoint here")
-    assert output.count("error: --load") == 1
-    assert output.count("Traceback (most recent call last)") == 1  # torchrun's own
-    assert re.search(r"Root Cause.*\n\[0\]:(\n.*)*exitcode *: 2 ", output)

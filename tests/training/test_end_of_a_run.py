@@ -5,7 +5,6 @@ import json
 from unittest import mock
 
 import pytest
-from matplotlib.figure import Figure
 
 from moe_parallel.telemetry.metrics import TIMING, Journal
 from tests.distributed import run_distributed
@@ -121,20 +120,3 @@ def test_logs_on_a_full_disk(finished, tmp_path):
         assert (folder / "iter_0000004").is_dir()
     assert records(later) == records(save)
     assert records(lost) == records(save)[:3]
-
-
-def _train_without_a_figure(options, error):
-    with mock.patch.object(Figure, "savefig", side_effect=error):
-        return pretrain_and_draw([options])[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("error", [FULL, ValueError("a bug\nof two lines")], ids=["full", "bug"])
-def test_a_figure_that_fails(finished, tmp_path, error):
-    options, _ = finished
-    here = options | {"save": tmp_path}
-    ((code, printed),) = run_distributed(1, _train_without_a_figure, here, error)
-    assert code == 0
-    last = printed.splitlines()[-1]
-    assert last.startswith("warning: there is no figure: ")
-    assert "No space left" in last or last.endswith("a bug of two lines")

@@ -41,19 +41,18 @@ from tests.training.tiny_run import Layout, TinyRun
 def _job(trouble, before_groups=False, seconds=600):
     """A program like ours: it creates groups, for which it waits for `seconds`, and calls
     `trouble(rank)`."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = join_store(rank, world_size)
+    rank = int(os.environ["RANK"])
 
     def body(channel):
         channel.watch()
         if before_groups:
             trouble(rank)
-        connect_ranks("gloo", store, rank, world_size, timedelta(seconds=seconds))
+        connect_ranks(channel.store, "gloo", timedelta(seconds=seconds))
         dist.barrier()
         trouble(rank)
         return 0
 
-    run(body, FailureChannel(store), StopRequest())
+    run(body, StopRequest())
 
 
 def _wait_in_collective(rank):
@@ -158,7 +157,7 @@ def test_rank_0_serves_a_store_to_which_no_rank_comes(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Unmet, match=f"rank 0 on {socket.gethostname()} has waited in vain"):
-        join_store(0, 2, timedelta(seconds=0.5))
+        join_store(timedelta(seconds=0.5))
 
 
 def test_a_rank_that_is_gone_without_a_word(tmp_path):
@@ -188,14 +187,16 @@ def test_rank_0_tells_for_all_that_the_launcher_is_gone(monkeypatch, capsys, ran
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(os, "_exit", _leave_now)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    channel = FailureChannel(dist.TCPStore("127.0.0.1", server.port, is_master=False))
-    del server
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr("moe_parallel.training.failure.join_store", lambda: client)
 
     def fail(channel):
+        nonlocal server
+        del server
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(Left, match=str(EXIT_FAILED)):
-        run(fail, channel, StopRequest())
+        run(fail, StopRequest())
     error = capsys.readouterr().err
     assert error.count("\n") == error.count("the launcher") == lines
 

@@ -20,7 +20,6 @@ from moe_parallel.telemetry.metrics import read_metrics
 from moe_parallel.telemetry.progress import Clock
 from moe_parallel.training import instruments as instruments_module
 from moe_parallel.training.instruments import (
-    Instruments,
     Profile,
     peak_tflops,
     summarize,
@@ -61,17 +60,6 @@ def test_the_rates_of_a_run(tmp_path: Path, system: dict[str, Any]) -> None:
     assert any("host_memory_percent" in record["machine"] for record in records)
     assert " tokens/s | MFU " in output
     assert imported == [False, False]  # there is no GPU
-
-
-def _joules() -> dict[str, float]:
-    """The record of a rank whose GPU draws 500 W."""
-    instruments_module.over_ranks = lambda means: {"gpu_watts": 500.0}
-    return Instruments(make_config({}), 100).record(make_config({}), 250.0, [])
-
-
-def test_joules_of_a_token() -> None:
-    (record,) = run_distributed(1, _joules)
-    assert record["joules_per_token"] == 2.0
 
 
 @pytest.mark.parametrize(

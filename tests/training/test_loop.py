@@ -80,11 +80,6 @@ def test_saving_and_evaluating_change_nothing(folder):
     assert layers[0] == layers[1]
 
 
-def test_keep_last(folder):
-    saved = sorted(path.name for path in (folder / "saving").glob("*iter_0*"))
-    assert saved == ["iter_0000007", "iter_0000008"]
-
-
 @pytest.mark.parametrize("precision", ["", "bf16 "])
 def test_recompute_changes_nothing(folder, precision):
     names = [precision.strip() or "plain", f"{precision}recompute"]

@@ -107,18 +107,6 @@ def test_a_checkpoint_that_lies_alone(run, tmp_path):
     assert _config("--load", moved.parent).checkpoint.save == str(moved.parent)
 
 
-def test_what_cannot_be_loaded(run, tmp_path):
-    torn = shutil.copytree(run, tmp_path / "torn", symlinks=True)
-    (torn / "iter_0000002" / "config.yaml").unlink()
-    assert "the checkpoint is incomplete or damaged: config.yaml is missing" in _told(
-        "--load", torn / "iter_0000002"
-    )
-    (tmp_path / "empty").mkdir()
-    assert "no checkpoint here" in _told("--load", tmp_path / "empty")
-    assert "no checkpoint here" in _told("--load", tmp_path / "empty", "--save", tmp_path / "other")
-    assert "there is no such folder" in _told("--load", tmp_path / "none")
-
-
 def test_what_a_flag_leaves_out_is_a_warning(tmp_path):
     file = tmp_path / "aoe.yaml"
     file.write_text("expert-selection: aoe\naoe-low-rank-size: 8\nsave: run\n")
@@ -193,16 +181,3 @@ def test_one_command_begins_and_goes_on(command):
     assert _iterations(save) == [1, 2, 3, 4]
     assert "4 iterations are done, and --train-iters is 4" in _start(command)
     assert _iterations(save) == [1, 2, 3, 4]
-
-
-def _first_start(command):
-    (end,) = pretrain_here([command])
-    return end
-
-
-def test_what_begins_says_so_on_two_ranks(command, tmp_path):
-    save = tmp_path / "other" / ".." / "run"  # the same folder by another name
-    (first, output), (second, _) = run_distributed(2, _first_start, command | {"save": save})
-    assert (first, second) == (0, 0)
-    assert f"no checkpoint in {command['load']} yet: the run begins there\n" in output
-    assert "going on" not in output

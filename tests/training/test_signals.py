@@ -10,7 +10,7 @@ from torch import distributed as dist
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, StopRequest
-from tests.program import SMALL, Ranks, Torchrun, flags, small_data
+from tests.program import SMALL, Ranks, flags, small_data
 from tests.tiers import rest_in_full
 
 
@@ -49,21 +49,6 @@ def test_one_rank_is_asked_to_stop(tmp_path, number):
     lines = (save / "metrics.jsonl").read_text().splitlines()
     iterations = [json.loads(line)["iteration"] for line in lines if "lm_loss" in line]
     assert iterations == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.full
-def test_a_batch_system_stops_torchrun(tmp_path):
-    """SIGTERM goes to torchrun only, which passes it on to the ranks."""
-    save = tmp_path / "run"
-    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
-    with Torchrun(tmp_path, 2, flags(options)) as job:
-        job.wait_for("iteration      3")
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.finish() != 0
-        assert job.output.count("stopped by a signal after iteration") == 1
-    stopped = json.loads((save / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
-    assert (save / "latest_checkpointed_iteration.txt").read_text().split() == [str(stopped)]
-    assert (save / f"iter_{stopped:07d}").is_dir()
 
 
 @pytest.mark.full

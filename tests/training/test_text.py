@@ -12,10 +12,8 @@ from moe_parallel.config import Config, parse_command_line
 from moe_parallel.data.corpus import DefaultCorpus
 from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.training.standalone import standalone_config
 from moe_parallel.training.text import (
     open_text,
-    open_tokenizer,
     token_counts,
 )
 from tests.data.small_text import small_bpe, words
@@ -41,22 +39,6 @@ def test_a_vocabulary_that_comes_out_smaller_is_told() -> None:
     (warning,) = text.warnings
     assert warning.startswith("--vocab-size 1000000: ") and "300 tokens" in warning
     assert open_text(parse_command_line(["--vocab-size", "300"])).warnings == ()
-
-
-@pytest.mark.usefixtures("corpus")
-def test_a_corpus_of_another_tokenizer_than_the_runs_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = parse_command_line(["--vocab-size", "300"])
-    for tokenizer, fits in ((small_bpe(), True), (train_byte_bpe(["other text"], 300), False)):
-        monkeypatch.setattr(
-            "moe_parallel.training.text.own_tokenizer", lambda *of, own=tokenizer, **how: own
-        )
-        if fits:
-            assert open_text(config).tokenizer.fingerprint == tokenizer.fingerprint
-            continue
-        with pytest.raises(InputError, match="has another tokenizer than --load was trained with"):
-            open_text(config)
 
 
 SAMPLES = [{"tokens": torch.tensor(ids)} for ids in ([0, 1, 1], [1, 3, 0], [2, 2, 2], [1, 0, 3])]
@@ -173,13 +155,3 @@ def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
     (folder / "tokenizer.json").write_text("[" * size)
     with pytest.raises(InputError, match=r"its tokenizer cannot be used: .*not a tokenizer\.json"):
         open_text(config_of(options | {"load": run}))
-
-
-def test_tools_read_a_moved_run_without_its_data(
-    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, options, _ = moved
-    monkeypatch.chdir(run.parent)
-    shutil.rmtree(run.parent / "elsewhere")
-    config = standalone_config([], load="run")
-    assert open_tokenizer(config).fingerprint == small_bpe().fingerprint
