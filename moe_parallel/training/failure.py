@@ -207,10 +207,10 @@ def run(main: Callable[[FailureChannel], int], stop: StopRequest) -> NoReturn:
     For the errors of `_CODES` and a signal one line is printed, for anything else the traceback;
     only the rank that fails first prints. `stop` receives signals while `main` runs. A fault of
     native code, or a mapped file that is cut while it is read, ends the process by a signal, after
-    its stacks are printed.
+    the stack is printed.
     """
     channel = FailureChannel(join_store())
-    faulthandler.enable(file=2)
+    faulthandler.enable(file=2, all_threads=False)
     try:
         with stop.listening():
             code = main(channel)
