@@ -21,7 +21,7 @@ from tests.program import (
     stored_tensors,
 )
 
-ENDS = ("error", "stopped", "the launcher is gone")
+ENDS = ("error", "stopped")
 DISTURBED = Path(__file__).with_name("disturbed.py")
 
 

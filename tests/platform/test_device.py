@@ -43,9 +43,6 @@ def test_nccl_without_cuda_is_refused(no_cuda):
         choose_backend("nccl")
 
 
-V1 = "9:name=systemd:/\n4:memory:/jobs/one\n0::/\n"
-
-
 def group(folder: Path, *, limit: str, used: int, pages: int, names: tuple[str, str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     limit_name, used_name, pages_name = names
@@ -54,7 +51,6 @@ def group(folder: Path, *, limit: str, used: int, pages: int, names: tuple[str, 
     (folder / "memory.stat").write_text(f"anon 5\n{pages_name} {pages}\n")
 
 
-NAMES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
 NAMES_2 = ("memory.max", "memory.current", "file")
 
 
@@ -72,12 +68,6 @@ def test_version_2(tmp_path: Path) -> None:
     # In a container the root is the container's own group.
     group(tmp_path / "sys", limit="100", used=200, pages=50, names=NAMES_2)
     assert left(tmp_path, "0::/\n") == [0]
-
-
-def test_version_1(tmp_path: Path) -> None:
-    group(tmp_path / "sys/memory/jobs/one", limit="1000", used=300, pages=200, names=NAMES_1)
-    group(tmp_path / "sys/memory", limit=str(2**63 - 4096), used=900, pages=0, names=NAMES_1)
-    assert min(left(tmp_path, V1)) == 900
 
 
 def test_released_memory_can_be_needed_again() -> None:
