@@ -105,11 +105,7 @@ def heartbeat(progress: Progress, channel: FailureChannel, timeout: float | None
 
 
 class _Heartbeat:
-    """Sends this rank's beats, looks at those of the others, and ends the job if it hangs.
-
-    Time is counted in beats, so that it stands still while this process is stopped, as by Ctrl-Z or
-    a batch system.
-    """
+    """Sends this rank's beats, looks at those of the others, and ends the job if it hangs."""
 
     def __init__(self, progress: Progress, channel: FailureChannel, timeout: float) -> None:
         self._progress, self._channel, self._timeout = progress, channel, timeout
@@ -122,8 +118,9 @@ class _Heartbeat:
         self._who = f"rank {self._rank} on {socket.gethostname()}"
         self._first_iteration: int | None = None
         self._work, self._used = 0, self._usage()
-        self._reached: tuple[tuple[int, ...], int] = (), 0  # and the beat that first said so
-        self._seen: dict[int, tuple[Beat, int, int]] = {}  # when heard, when it had progressed
+        self._now, self._last = 0.0, time.monotonic()  # seconds
+        self._reached: tuple[tuple[int, ...], float] = (), 0.0  # and since when
+        self._seen: dict[int, tuple[Beat, float, float]] = {}  # when heard, when it had progressed
         self._beats = self._answered = 0  # of this rank, and of those the store has
         self._over = threading.Event()
         self._arming = threading.Lock()  # so that nothing prints stacks after `end`
@@ -177,6 +174,10 @@ class _Heartbeat:
         leave(EXIT_LOST)
 
     def _send(self) -> None:
+        now = time.monotonic()
+        # Without the time in which this process was stopped, as by Ctrl-Z or a batch system.
+        self._now += min(now - self._last, 2 * self._period + 1)
+        self._last = now
         self._beats += 1
         self._store.set(_key(self._rank), json.dumps(self._own()))
         self._store.check([_key(self._rank)])  # unlike `set`, this waits for an answer
@@ -206,9 +207,9 @@ class _Heartbeat:
         self._work += works and is_long and not waits
         reached = (place.iteration, place.changes, self._work)
         if reached != self._reached[0]:
-            self._reached = reached, self._beats
+            self._reached = reached, self._now
         stack = ""
-        if (self._beats - self._reached[1]) * self._period > self._timeout / 2:
+        if self._now - self._reached[1] > self._timeout / 2:
             # Also of threads of autograd, which Python did not start; the main thread comes last.
             others = {t.ident for t in threading.enumerate()} - {self._main, *writers}
             shown = sorted(frames.keys() - others, key=lambda each: each == self._main)
@@ -230,7 +231,7 @@ class _Heartbeat:
         keys = [_key(rank) for rank in range(self._world_size)]
         if not self._seen and not self._store.check(keys):
             return []
-        now = self._beats
+        now = self._now
         for rank, text in enumerate(self._store.multi_get(keys)):
             beat = Beat(*json.loads(text))
             before, heard, progressed = self._seen.get(rank, (beat, now, now))
@@ -240,7 +241,7 @@ class _Heartbeat:
                 progressed = now
             self._seen[rank] = beat, heard, progressed
         return [
-            Sighting(beat, (now - heard) * self._period, (now - progressed) * self._period)
+            Sighting(beat, now - heard, now - progressed)
             for _, (beat, heard, progressed) in sorted(self._seen.items())
         ]
 
