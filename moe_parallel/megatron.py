@@ -53,7 +53,7 @@ from moe_parallel.layers.system import system_of
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.parallel import Groups, current_groups
 from moe_parallel.platform.device import device
-from moe_parallel.platform.megatron import UNKNOWN_MLP
+from moe_parallel.platform.megatron import UNKNOWN_MLP, suppress_message
 
 FILE = "MOE_PARALLEL_CONFIG"
 
@@ -307,7 +307,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         self.has_experts = ours.moe_layers[number - 1]
         self.is_controlled = ours.selection.controlled is not None  # also without experts
         if self.has_experts:
-            UNKNOWN_MLP.suppress()
+            suppress_message(*UNKNOWN_MLP)
             submodules = replace(submodules, mlp=self._experts(config, ours, groups))
         # Megatron-Core names the device of each weight of its own.
         with nullcontext() if config.use_cpu_initialization else device():

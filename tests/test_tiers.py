@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.tiers import Share, covering, rest_in_full
+from tests.tiers import Share, covering
 
 CROSSES = [
     list(product(range(16), range(4), range(4), "ab")),
@@ -36,30 +36,6 @@ def test_every_value_that_there_is_is_covered(rows):
         assert {row[column] for row in chosen} == {row[column] for row in rows}
 
 
-def test_rows_of_one_value_are_covered():
-    assert covering(CROSSES[3]) == [0, 1]
-
-
-def test_a_full_cross_needs_few_rows():
-    rows = CROSSES[0]
-    assert len(rows) == 512
-    assert len(covering(rows)) <= 72  # no subset has fewer than 16 * 4
-    assert len(covering(rows, strength=1)) == 16
-
-
-def test_two_parameters_are_crossed_in_full():
-    assert covering(CROSSES[1]) == list(range(6))
-
-
-def test_what_is_not_named_is_left_to_the_full_tier():
-    first, *rest = rest_in_full("abc", "a")
-    assert first == "a"
-    assert [(each.values, each.marks[0].name) for each in rest] == [
-        (("b",), "full"),
-        (("c",), "full"),
-    ]
-
-
 def test_every_name_is_in_one_share_and_the_shares_are_even():
     names = [f"tests/test_x.py::test_y[{i}]" for i in range(800)]
     shares = [[name for name in names if Share(part, 8).holds(name)] for part in range(8)]
@@ -67,16 +43,10 @@ def test_every_name_is_in_one_share_and_the_shares_are_even():
     assert all(70 <= len(share) <= 130 for share in shares)
 
 
-@pytest.mark.parametrize("text", ["8/8", "-1/8", "1", "a/b"])
-def test_what_is_no_share_is_refused(text):
-    with pytest.raises(ValueError):
-        Share.parse(text)
-
-
 def test_the_shares_of_a_file_are_its_full_tier():
     """Every share has the quick tier."""
     file = "tests/csrc/test_kernels.py"
-    quick = "tests/test_tiers.py::test_rows_of_one_value_are_covered"
+    quick = "tests/test_tiers.py::test_every_name_is_in_one_share_and_the_shares_are_even"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--full", file, quick]
     found = []
     for part in range(3):
@@ -88,11 +58,6 @@ def test_the_shares_of_a_file_are_its_full_tier():
         f"{file}::test_on_aarch64",
         f"{file}::test_under_the_address_and_undefined_behavior_sanitizers",
     ]
-
-
-def test_a_name_that_is_not_there_is_seen():
-    with pytest.raises(AssertionError, match="not all among"):
-        rest_in_full("abc", "d")
 
 
 def test_tests_start_without_the_plugin_for_time_limits():

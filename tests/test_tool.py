@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.tool import ProgressLines, Tool, check_load, check_positive, progress
+from moe_parallel.tool import ProgressLines, Tool
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -49,21 +49,10 @@ def test_what_ends_it_is_told_in_a_line(capsys, error, code, said):
     assert ending(capsys, raises(error)) == (code, f"a_tool.py: {said}\n")
 
 
-def test_a_tool_may_speak_by_another_name(capsys):
-    options = {"speaks_as": "error", "when_interrupted": "interrupted; nothing was written"}
-    said = "error: interrupted; nothing was written\n"
-    assert ending(capsys, raises(KeyboardInterrupt()), **options) == (130, said)
-
-
 @pytest.mark.parametrize("arguments", [["--number", "x"], ["--unknown"]])
 def test_a_wrong_flag_is_told_in_a_line(capsys, arguments):
     code, said = ending(capsys, lambda own: None, *arguments)
     assert code == 2 and said.startswith("a_tool.py: ") and said.endswith("lists all flags\n")
-
-
-def test_a_bug_keeps_its_traceback(capsys):
-    with pytest.raises(ZeroDivisionError):
-        ending(capsys, raises(ZeroDivisionError()))
 
 
 def test_flags_of_training_are_handed_on():
@@ -114,21 +103,6 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         assert (process.wait(timeout=120), process.stderr.read()) == (141, "")
 
 
-def test_checks_of_flags():
-    check_load(Namespace(load="x"))
-    with pytest.raises(InputError, match="^--load is not set: name a run"):
-        check_load(Namespace(load=None))
-    check_positive(Namespace(at_least=1, samples=None), "at-least", "samples")
-    with pytest.raises(InputError, match="^--at-least is 0: it must be at least 1$"):
-        check_positive(Namespace(at_least=0), "at-least")
-
-
-def test_without_a_terminal_there_is_no_bar(capsys):
-    with progress("reading", 10, "B") as advance:
-        advance(5)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_log_gets_a_line_every_30_seconds(capsys):
     times = iter((100.0, 101.0, 129.9, 130.0, 131.0, 160.0))
     advance = ProgressLines("reading", 8_000_000_000, "B", clock=lambda: next(times))
@@ -140,13 +114,6 @@ def test_a_log_gets_a_line_every_30_seconds(capsys):
     ]
 
 
-def test_a_log_of_unknown_length_has_no_end_in_sight(capsys):
-    times = iter((0.0, 40.0))
-    advance = ProgressLines("reading", None, "B", clock=lambda: next(times))
-    advance(2000)
-    assert capsys.readouterr().err == "reading: 2.00kB, 50.0B/s\n"
-
-
 PROGRAMS = [path for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.read_text()]
 
 
@@ -154,14 +121,3 @@ PROGRAMS = [path for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.r
 def test_every_program_is_a_tool(program):
     names = {node.id for node in ast.walk(ast.parse(program.read_text())) if hasattr(node, "id")}
     assert "Tool" in names and not names & {"ArgumentParser", "OneLineParser"}
-
-
-def test_help_names_values_by_their_types(capsys):
-    tool = Tool("/somewhere/a_tool.py", "Does a thing.")
-    for flag, kind in (("--number", int), ("--share", float), ("--file", Path), ("--name", str)):
-        tool.add_argument(flag, type=kind)
-    with pytest.raises(SystemExit):
-        tool.run(["--help"], lambda own: None)
-    said = capsys.readouterr().out
-    for words in ("--number N\n", "--share X\n", "--file PATH\n", "--name TEXT\n"):
-        assert words in said

@@ -1,1 +1,1 @@
-"""Measures of a trained model: its loss on text, simple baselines, and probes of its routing."""
+"""Measures of a trained model: its loss on text, and probes of its routing."""

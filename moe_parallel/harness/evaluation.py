@@ -30,8 +30,7 @@ from moe_parallel.huggingface.export import source_of
 from moe_parallel.tool import progress
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
-from moe_parallel.training.open_model import open_model
-from moe_parallel.training.standalone import evaluation_config
+from moe_parallel.training.standalone import evaluation_config, open_model
 from moe_parallel.training.text import open_text, open_tokenizer
 
 _LAYOUT = (

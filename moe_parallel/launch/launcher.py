@@ -21,7 +21,6 @@ from torch import distributed as dist
 from moe_parallel.config.parser import LaunchOptions
 from moe_parallel.errors import InputError
 from moe_parallel.training.failure import (
-    LAUNCHER,
     STARTED,
     FailureChannel,
     of_this_start,
@@ -59,7 +58,6 @@ class Launcher:
         self._killed: int | None = None  # the exit code, if the launcher has killed the ranks
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._number)))
         os.environ.setdefault(STARTED, str(time.time()))  # a job script may have begun earlier
-        os.environ[LAUNCHER] = str(os.getpid())
         handle_stop_signals(self._note)
 
     def run(self) -> int:

@@ -6,6 +6,8 @@ Whatever can be reported without torch (help, wrong flags, wrong values) is repo
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
 from moe_parallel.config.parser import LaunchOptions, divide
 from moe_parallel.errors import InputError, Unmet
-from moe_parallel.launch import slurm
 from moe_parallel.training.signals import (
     EXIT_BAD_INPUT,
     EXIT_LOST,
@@ -24,7 +25,6 @@ from moe_parallel.training.signals import (
     code_of,
     reader_gone,
 )
-from moe_parallel.training.starts import keep_command
 
 if TYPE_CHECKING:
     from moe_parallel.tool import Tool
@@ -37,7 +37,8 @@ def main(script: str, arguments: Sequence[str]) -> None:
     """Pretrain, and end the process with the exit code; see `training.signals`."""
     if {"--help", "-h"} & set(arguments):
         _run(lambda stop: _help(arguments))
-    keep_command(script, arguments)
+    # For starts.jsonl; a rank has that of its launcher.
+    os.environ.setdefault("MOE_PARALLEL_COMMAND", shlex.join(["python", script, *arguments]))
     _run(lambda stop: _take_role(script, arguments, _check, _pretrain, stop))
 
 
@@ -106,13 +107,9 @@ def _take_role(
         from moe_parallel.training.failure import leave
 
         leave(Launcher(options, script).run())
-    if slurm.is_task(os.environ) and "RANK" not in os.environ:
-        os.environ.update(slurm.rank_variables(os.environ))
+    if is_task(os.environ) and "RANK" not in os.environ:
+        os.environ.update(rank_variables(os.environ))
         _warn_without_srun()
-    from moe_parallel.training.failure import LAUNCHER, leave_with_launcher
-
-    if LAUNCHER in os.environ:
-        leave_with_launcher(int(os.environ[LAUNCHER]), stop)
     from moe_parallel.platform.megatron import import_megatron
 
     import_megatron()
@@ -126,10 +123,10 @@ def _check_alone(flag: str) -> None:
             f"{flag} is for a start without torchrun, which has started this process: give it to "
             "torchrun alone"
         )
-    if slurm.is_task(os.environ) and "SLURM_STEP_ID" in os.environ:
+    if is_task(os.environ) and "SLURM_STEP_ID" in os.environ:
         raise InputError(
             f"{flag} is for a start on one node, and srun has started "
-            f"{slurm.tasks(os.environ)} tasks: leave it out, and let srun start every rank "
+            f"{tasks(os.environ)} tasks: leave it out, and let srun start every rank "
             "(--ntasks-per-node)"
         )
 
@@ -149,12 +146,8 @@ def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
         MEETING,
         FailureChannel,
         connect_ranks,
-        join_store,
         run,
     )
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
         if default_backend() == "nccl":
@@ -162,19 +155,19 @@ def _work_with_groups(work: Callable[[], int], stop: StopRequest) -> NoReturn:
         else:
             adapt_megatron_to_cpu()
         channel.watch()
-        connect_ranks(default_backend(), store, rank, world_size, MEETING)
+        connect_ranks(channel.store, default_backend(), MEETING)
         try:
             return work()
         except StorageError as error:
             raise InputError(str(error)) from error
 
-    run(body, FailureChannel(store), stop)
+    run(body, stop)
 
 
 def _check(options: LaunchOptions) -> None:
     """Check a configuration before ranks are started. The ranks check it themselves."""
     launches = options.flag is not None
-    if not launches and ("RANK" in os.environ or slurm.is_task(os.environ)):
+    if not launches and ("RANK" in os.environ or is_task(os.environ)):
         return
     line = read_command_line(options.program)
     if line.file is not None and line.file.is_fifo():
@@ -211,7 +204,7 @@ def _help(arguments: Sequence[str]) -> int:
 
 def _warn_without_srun() -> None:
     if os.environ["RANK"] == "0" and "SLURM_STEP_ID" not in os.environ:
-        others = slurm.tasks(os.environ) - 1
+        others = tasks(os.environ) - 1
         _tell(
             f"warning: this is task 0 of a Slurm job, and waits for {others} more: start them all "
             "by srun, or one process by --nproc-per-node 1"
@@ -226,3 +219,49 @@ def _is_first() -> bool:
 def _tell(message: str) -> None:
     if _is_first():
         print(message, file=sys.stderr, flush=True)
+
+
+# Ranks that srun starts: Slurm's variables of a task become those of torchrun.
+
+_PORTS = range(20_000, 30_000)  # below the ports that systems assign to connections
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several that srun started."""
+    return "SLURM_PROCID" in environment and tasks(environment) > 1
+
+
+def tasks(environment: Mapping[str, str]) -> int:
+    """The number of processes that srun started."""
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    return int(next((environment[name] for name in names if name in environment), "1"))
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task. MASTER_ADDR and MASTER_PORT stay if they are set."""
+    one_gpu_each = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks(environment)),
+        # A process uses the GPU of its local number, unless each task sees only its own GPU.
+        "LOCAL_RANK": "0" if one_gpu_each else environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
+    }
+
+
+def first_host(environment: Mapping[str, str]) -> str:
+    """The node of task 0: `gpu[07-09,12],cpu1` begins with gpu07."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environment[name] for name in names if environment.get(name)), "localhost")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def port(environment: Mapping[str, str]) -> int:
+    """A port that is the same for every task of a step, and most likely unique on the node."""
+    job, step = (
+        int(digits[0]) if (digits := re.match(r"\d+", environment.get(name, ""))) else 0
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    return _PORTS[(17 * job + step) % len(_PORTS)]

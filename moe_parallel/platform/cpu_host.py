@@ -9,7 +9,7 @@ up at the time of the call, so it makes no difference which of its modules were 
 also replaces loops that are slow on every host (`gradients`).
 
 Not covered, because this project does not use it: fp16 loss scaling, CUDA graphs, FSDP, inference,
-and expert tensor parallelism in the stock MoE dispatcher, which gathers uneven shares; gloo cannot.
+the rerun state machine, its saving of checkpoints, and the stock MoE dispatcher on several ranks.
 """
 
 import functools
@@ -55,11 +55,6 @@ class HostEvent:
         """Nothing to wait for."""
 
 
-def _counts_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Converts the dispatcher's counts and splits as upstream does for CUDA tensors."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
 def _checkpoint_without_fp8() -> Any:
     """Replaces a class, whose default for `fp8` means that there is one."""
     return importlib.import_module(_RANDOM).CheckpointWithoutOutput(fp8=None)
@@ -84,7 +79,7 @@ REPLACED: dict[str, Any] = {
     "torch.cuda.Stream": HostStream,
     # The tensor-, expert- and data-parallel seeds are set in the CUDA generator.
     "torch.cuda.manual_seed": torch.manual_seed,
-    # Random states are added to the model-parallel tracker, and kept by the rerun machine.
+    # Random states are added to the model-parallel tracker.
     "torch.cuda.get_rng_state": lambda device=None: torch.get_rng_state(),
     # Dropout and recomputation fork the random state; on a CPU host it is torch's own.
     f"{_RANDOM}._get_cuda_rng_state": (
@@ -96,8 +91,6 @@ REPLACED: dict[str, Any] = {
     ),
     # Tied embeddings, the optimizer's state and exchanged checkpoint shards move themselves.
     "torch.Tensor.cuda": lambda self, *args, **kwargs: self,
-    # The stock MoE dispatcher turns its splits into numpy integers for CUDA tensors only.
-    f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _counts_to_numpy,
     # The stock router reads this name, which 0.16 leaves undefined without Transformer Engine.
     f"{_CORE}.transformer.moe.moe_utils.te_general_gemm": None,
     # A norm whose output is recomputed asks for Transformer Engine's FP8 state.
@@ -117,8 +110,6 @@ REWRITTEN = (
     f"{_CORE}.optimizer.distrib_optimizer",  # weights, told by type name
     f"{_CORE}.optimizer.clip_grads",  # the gradient norm; gradients, checked by type name
     f"{_CORE}.transformer.utils",  # the causal mask
-    f"{_CORE}.rerun_state_machine",  # the verdict on a NaN or a spike is exchanged
-    f"{_CORE}.dist_checkpointing.exchange_utils",  # shards that one rank reads for the others
 )
 
 

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 
 from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable that a library reads.
-
-    Attributes:
-        values: those with which the library is deterministic; the first is set if there is none.
-    """
-
-    name: str
-    values: tuple[str, ...]
-
-
-#: cuBLAS: the two sizes of its workspace with which it repeats its results, as torch demands them.
-#: NCCL: the algorithms that Megatron accepts; NVLS reduces in the switch.
-#: Transformer Engine: the attention kernels that it may take.
-VARIABLES = (
-    Variable("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")),
-    Variable("NCCL_ALGO", ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
-    Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",)),
-)
+#: Environment variables that a library reads, and the values with which it is deterministic; the
+#: first is set if there is none.
+VARIABLES = {
+    # cuBLAS: the sizes of its workspace with which it repeats its results, as torch demands them.
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    # NCCL: the algorithms that Megatron accepts; NVLS reduces in the switch.
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    # Transformer Engine: the attention kernels that it may take.
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
 
 
 def be_deterministic(config: Config) -> None:
@@ -48,12 +36,12 @@ def be_deterministic(config: Config) -> None:
             "probabilities by torch's cumsum, which is not deterministic on a GPU: choose another "
             "system, or leave the mode out"
         )
-    for variable in VARIABLES:
-        value = os.environ.setdefault(variable.name, variable.values[0])
-        if value not in variable.values:
+    for name, values in VARIABLES.items():
+        value = os.environ.setdefault(name, values[0])
+        if value not in values:
             raise InputError(
-                f"--deterministic-mode: the environment variable {variable.name} is {value!r}: "
-                f"set it to {' or '.join(variable.values)}, or remove it"
+                f"--deterministic-mode: the environment variable {name} is {value!r}: "
+                f"set it to {' or '.join(values)}, or remove it"
             )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

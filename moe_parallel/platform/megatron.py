@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 from unittest import mock
@@ -90,93 +89,53 @@ def _as_it_is(function: Any = None, **options: Any) -> Any:
     return (lambda decorated: decorated) if function is None else function
 
 
-@dataclass(frozen=True)
-class Notice:
-    """A message, identified by its beginning (for `warnings` a regular expression), and the reason
-    why it is not shown."""
-
-    beginning: str
-    reason: str
-    logger: str | None = None  # None: the message comes through `warnings`
-    category: type[Warning] = UserWarning
-
-    def suppress(self) -> None:
-        if self.logger is None:
-            warnings.filterwarnings("ignore", message=self.beginning, category=self.category)
-        else:
-            logger = logging.getLogger(self.logger)
-            logger.addFilter(lambda record: not str(record.msg).startswith(self.beginning))
-
-
-UNKNOWN_MLP = Notice(
-    "Unknown MLP type",
-    "our layers are given their process groups by their spec, and need no others",
-    logger="megatron.core.transformer.transformer_layer",
+#: The beginnings of warnings that are not shown, as regular expressions.
+WARNINGS = (
+    "full scope is deprecated",  # a default of Megatron-Core's own
+    "MimoModelConfig is experimental",  # no such model is used here
+    # Megatron-Core's distributed optimizer looks for gradients in its shards of the weights.
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",  # it calls them
+    # Attention is not Transformer Engine's; docs/parallelism.md says what core_attn saves.
+    "If you are using transformer_engine as the transformer implementation",
+    "Apex is not installed",  # norms and products are our own
+    # torch's fused Adam serves; --fp8-format says itself what it needs.
+    "Transformer Engine and Apex are not installed",
+    # Routers compute in fp32 here, whatever the option of Megatron-Core's own router is.
+    "Using a large number of experts",
+    r"barrier\(\): using the device under current context",  # each rank has chosen its GPU before
+    "invalid escape sequence",  # in a file of Megatron-Core, when Python compiles it first
+    "Could not determine rank from torch.distributed",  # a tool of one process has no rank
 )
-
-NOTICES = (
-    UNKNOWN_MLP,
-    Notice("full scope is deprecated", "about a default of Megatron-Core's own"),
-    Notice("MimoModelConfig is experimental", "no such model is used here"),
-    Notice(
-        "The .grad attribute of a Tensor that is not a leaf",
-        "Megatron-Core's distributed optimizer looks for gradients in its shards of the weights",
+_CORE = "megatron.core"
+#: Our layers are given their process groups by their spec, and need no others.
+UNKNOWN_MLP = f"{_CORE}.transformer.transformer_layer", "Unknown MLP type"
+#: By logger, the beginnings of messages that are not shown.
+MESSAGES = {
+    # Megatron-Core computes the layout itself.
+    f"{_CORE}.distributed.distributed_data_parallel": (
+        "DistributedDataParallel: full_param_layout not provided"
     ),
-    Notice(
-        "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",
-        "Megatron-Core calls them",
-        category=FutureWarning,
-    ),
-    Notice(
-        "If you are using transformer_engine as the transformer implementation",
-        "attention is not Transformer Engine's; docs/parallelism.md says what core_attn saves",
-    ),
-    Notice("Apex is not installed", "norms and products are our own"),
-    Notice(
-        "Transformer Engine and Apex are not installed",
-        "torch's fused Adam serves; --fp8-format says itself what it needs",
-    ),
-    Notice(
-        "Using a large number of experts",
-        "routers compute in fp32 here, whatever the option of Megatron-Core's own router is",
-    ),
-    Notice(
-        r"barrier\(\): using the device under current context",
-        "each rank has chosen its GPU before",
-    ),
-    Notice(
-        "invalid escape sequence",
-        "in a file of Megatron-Core, when Python compiles it first",
-        category=SyntaxWarning,
-    ),
-    Notice(
-        "Could not determine rank from torch.distributed",
-        "a tool of one process has no rank",
-    ),
-    Notice(
-        "DistributedDataParallel: full_param_layout not provided",
-        "Megatron-Core computes the layout itself",
-        logger="megatron.core.distributed.distributed_data_parallel",
-    ),
-    Notice(
-        "GPTModel IS DEPRECATED",
-        "0.16.1 has no successor to it",
-        logger="megatron.core.models.gpt.gpt_model",
-    ),
-)
-
-#: They are about GPUs, on a host without one.
-NOTICES_ABOUT_GPUS = (
-    Notice("No CUDA runtime is found", "there is no GPU", logger="torch.utils.cpp_extension"),
-    Notice(
-        "CPU RNG state changed within GPU RNG context",
-        "the forked generator is the CPU's, so that its state moves is the point",
-        logger="megatron.core.tensor_parallel.random",
-    ),
-)
+    UNKNOWN_MLP[0]: UNKNOWN_MLP[1],
+    f"{_CORE}.models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # 0.16.1 has no successor to it
+}
+#: On a host without a GPU: of one, and that the forked generator, which is the CPU's, moves.
+MESSAGES_ABOUT_GPUS = {
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    f"{_CORE}.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
+}
 
 
 def suppress_warnings() -> None:
     """Suppress these messages. Call it before the first import of megatron.core."""
-    for notice in NOTICES if torch.cuda.is_available() else NOTICES + NOTICES_ABOUT_GPUS:
-        notice.suppress()
+    for beginning in WARNINGS:
+        for category in (UserWarning, FutureWarning, SyntaxWarning):
+            warnings.filterwarnings("ignore", message=beginning, category=category)
+    of_loggers = MESSAGES if torch.cuda.is_available() else MESSAGES | MESSAGES_ABOUT_GPUS
+    for logger in of_loggers:
+        suppress_message(logger, of_loggers[logger])
+
+
+def suppress_message(logger: str, beginning: str) -> None:
+    """Suppress the messages of a logger that begin so."""
+    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(beginning))

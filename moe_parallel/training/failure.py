@@ -10,6 +10,7 @@ killed and cannot claim its error, our own launcher does so.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -25,10 +26,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from moe_parallel.errors import Busy, InputError, Unmet
-from moe_parallel.platform.bus_error import on_bus_error
 from moe_parallel.telemetry.console import ERASE_LINE
 from moe_parallel.training.signals import (
-    BEFORE_TRAINING,
     EXIT_BAD_INPUT,
     EXIT_DIVERGED,
     EXIT_FAILED,
@@ -41,13 +40,11 @@ from moe_parallel.training.signals import (
 
 #: Set by our own launcher or a job script: when the job began, in seconds since 1970.
 STARTED = "MOE_PARALLEL_STARTED"
-#: Set by our own launcher: its process id.
-LAUNCHER = "MOE_PARALLEL_LAUNCHER"
 #: How long ranks wait for each other; torch's own limit.
 MEETING = timedelta(minutes=30)
 
 
-def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist.Store:
+def join_store(timeout: timedelta = MEETING) -> dist.Store:
     """The store that a launcher or rank 0 serves, or a new store for a single process.
 
     Launchers that restart the ranks after a failure keep their store. Each start has separate keys
@@ -61,7 +58,7 @@ def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist
     if "RANK" not in os.environ:  # MASTER_ADDR may be set for other jobs of the same script
         return dist.HashStore()
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", _rank(), _world_size(), timeout=timeout))
     except dist.DistNetworkError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
@@ -69,7 +66,7 @@ def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist
             f"({' '.join(str(error).split())[:200]}): choose a host that all reach and a free port"
         ) from error
     except dist.DistStoreError as error:
-        raise Unmet(_unmet(rank, str(error))) from error
+        raise Unmet(_unmet(str(error))) from error
     return of_this_start(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -79,12 +76,7 @@ def of_this_start(store: dist.Store, restart: str) -> dist.Store:
 
 
 def connect_ranks(
-    backend: str,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    limited_by: str = "minutes:",
+    store: dist.Store, backend: str, timeout: timedelta, limited_by: str = "minutes:"
 ) -> None:
     """Initialize torch.distributed, whose default group has all ranks of the job. Collective.
 
@@ -93,28 +85,34 @@ def connect_ranks(
     """
     try:
         dist.init_process_group(
-            backend, store=dist.PrefixStore("groups", store), rank=rank,
-            world_size=world_size, timeout=timeout,
+            backend, store=dist.PrefixStore("groups", store), rank=_rank(),
+            world_size=_world_size(), timeout=timeout,
         )  # fmt: skip
     except RuntimeError as error:  # of the store, or of gloo, which connects the ranks
         if re.search("time(d )?out", str(error), re.IGNORECASE) is None:
             raise
         limit = f"{limited_by} {timeout.total_seconds() / 60:.3g}"
-        raise Unmet(_unmet(rank, f"{limit}: {error}")) from error
+        raise Unmet(_unmet(f"{limit}: {error}")) from error
 
 
-def _unmet(rank: int, why: str) -> str:
+def _unmet(why: str) -> str:
     return (
-        f"rank {rank} on {socket.gethostname()} has waited in vain for other ranks to start "
+        f"rank {_rank()} on {socket.gethostname()} has waited in vain for other ranks to start "
         f"({' '.join(why.split())[:200]}): one is slow, stopped, lost with its host, or out of "
         "reach (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); start again"
     )
 
 
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
-_SEEN = "moe_parallel/exit_code_seen"  # the number of ranks that have seen it
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
-_GONE = "error: the launcher, or the rank that leads the job, is gone"
 
 # What gloo and NCCL say if a peer's process, host or network is gone. Both raise other errors with
 # the same classes.
@@ -136,8 +134,8 @@ class FailureChannel:
         # A separate connection: a connection that waits for a key, as groups do when they are
         # created, blocks all other requests until it has the key.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
+        self.store = store
         self._code: int | None = None
-        self._reading = threading.Lock()  # of the thread that watches, and the main thread
         self._tells = False  # whether this rank prints the error
         self.gone = False  # whether the store is no longer served
 
@@ -158,17 +156,11 @@ class FailureChannel:
     def code_of_others(self) -> int | None:
         """The exit code, if another rank has claimed the error."""
         try:
-            return self._read_code()
+            if self._code is None and self._store.check([_CODE]):
+                self._code = int(self._store.get(_CODE))
         except (RuntimeError, OSError):
             self.gone = True
-            return None
-
-    def see_others_off(self, others: int) -> None:
-        """On the rank that serves the store: keep it until the others have the exit code."""
-        deadline = time.monotonic() + 5 * _GRACE_SECONDS
-        with contextlib.suppress(RuntimeError, OSError):
-            while self._store.add(_SEEN, 0) < others and time.monotonic() < deadline:
-                time.sleep(0.05)
+        return self._code
 
     def wait_for_others(self) -> None:
         """Give a launcher, which sees a rank die, time to claim the error before this rank."""
@@ -179,91 +171,65 @@ class FailureChannel:
     def watch(self) -> None:
         """End this process when another rank fails, even inside a collective that never ends.
 
-        If the store is gone, so is torchrun: SIGKILL and SIGUSR1 end it without a message to its
-        ranks. The ranks then save and stop as on SIGTERM, instead of training on unnoticed.
+        If the store is gone, so is its launcher: SIGKILL ends both ours and torchrun without a
+        message to the ranks. These then save and stop as on SIGTERM, instead of training on
+        unnoticed.
         """
 
         def poll() -> None:
-            try:
-                while (code := self._read_code()) is None:
-                    time.sleep(_POLL_SECONDS)
-            except (RuntimeError, OSError):
-                time.sleep(_GRACE_SECONDS)  # at the end of a job the store may close first
-                os.kill(os.getpid(), signal.SIGTERM)
+            while (code := self.code_of_others()) is None and not self.gone:
+                time.sleep(_POLL_SECONDS)
+            if self._tells:
                 return
-            if not self._tells:
-                time.sleep(_GRACE_SECONDS)  # so that the main thread can exit by itself
+            # The main thread can exit by itself; and at the end of a job the store may close first.
+            time.sleep(_GRACE_SECONDS)
+            if code is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
                 leave(code)
 
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
 
-    def _read_code(self) -> int | None:
-        with self._reading:
-            if self._code is None and self._store.check([_CODE]):
-                self._code = int(self._store.get(_CODE))
-                if not self._tells:
-                    self._store.add(_SEEN, 1)
-            return self._code
+
+#: The exit code of each error that is told in one line; a class before its bases.
+_CODES = {
+    Busy: EXIT_INTERRUPTED,
+    InputError: EXIT_BAD_INPUT,
+    Diverged: EXIT_DIVERGED,
+    Unmet: EXIT_LOST,
+}
 
 
-def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
-    """End this process when its parent, process `launcher`, is gone; in training, save first.
+def run(main: Callable[[FailureChannel], int], stop: StopRequest) -> NoReturn:
+    """Call `main` when there is a store, then end the process with its exit code or with that of
+    the job's error. Raises what `join_store` does.
 
-    Before training a rank could otherwise wait, in C++, for the launcher's store.
+    For the errors of `_CODES` and a signal one line is printed, for anything else the traceback;
+    only the rank that fails first prints. `stop` receives signals while `main` runs. A fault of
+    native code, or a mapped file that is cut while it is read, ends the process by a signal, after
+    the stack is printed.
     """
-
-    def poll() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_POLL_SECONDS)
-        end = time.monotonic() + 2 * _GRACE_SECONDS  # until then the main thread can exit by itself
-        while not stop.in_training and time.monotonic() < end:
-            time.sleep(0.1)  # a short run could train to its end within the grace
-        if stop.in_training:  # perhaps only since then
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if _rank() == 0:
-            tell(f"the launcher is gone {BEFORE_TRAINING}")
-        leave(EXIT_INTERRUPTED)
-
-    threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
-
-
-def run(
-    main: Callable[[FailureChannel], int], channel: FailureChannel, stop: StopRequest
-) -> NoReturn:
-    """Call `main`, then end the process with its exit code or with that of the job's error.
-
-    For InputError, Unmet, Diverged, a lost page of a mapped file and a signal one line is printed,
-    for anything else the traceback; only the rank that fails first prints. `stop` receives signals
-    while `main` runs.
-    """
-    on_bus_error(lambda why: leave(_fail(channel, EXIT_BAD_INPUT, f"error: {why}")))
+    channel = FailureChannel(join_store())
+    faulthandler.enable(file=2, all_threads=False)
     try:
         with stop.listening():
             code = main(channel)
-    except Busy as error:
-        code = _fail(channel, EXIT_INTERRUPTED, f"error: {error}")
-    except InputError as error:
-        code = _fail(channel, EXIT_BAD_INPUT, f"error: {error}")
-    except Diverged as error:
-        code = _fail(channel, EXIT_DIVERGED, f"error: {error}")
+    except tuple(_CODES) as error:
+        code = next(code for kind, code in _CODES.items() if isinstance(error, kind))
+        code = _fail(channel, code, f"error: {error}")
     except Stopped as stopped:
         code = _fail(channel, code_of(stopped), str(stopped))
-    except Unmet as error:
-        code = _fail(channel, EXIT_LOST, f"error: {error}")
-    except RuntimeError as error:  # perhaps of a collective: another rank is gone
-        trace = traceback.format_exc()
-        channel.wait_for_others()
-        code, message = EXIT_FAILED, f"rank {_rank()}: {trace}"
-        if channel.gone:
-            message = _GONE
-        elif (lost := lost_connection(error)) is not None:
-            # Nobody has claimed this error: a whole node is gone, with its launcher.
-            code = EXIT_LOST
-            message = f"error: rank {_rank()} on {socket.gethostname()} cannot continue: {lost}"
+    except Exception as error:
+        code, message = EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}"
+        if isinstance(error, RuntimeError):  # perhaps of a collective: another rank is gone
+            channel.wait_for_others()
+            if channel.gone:
+                message = "error: the launcher, or the rank that leads the job, is gone"
+            elif (lost := lost_connection(error)) is not None:
+                # Nobody has claimed this error: a whole node is gone, with its launcher.
+                code = EXIT_LOST
+                message = f"error: rank {_rank()} on {socket.gethostname()} cannot continue: {lost}"
         code = _fail(channel, code, message)
-    except Exception:
-        code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}")
     leave(code)
 
 
@@ -287,21 +253,13 @@ def _fail(channel: FailureChannel, code: int, message: str) -> int:
         return channel.code_of_others() or code
     # Without a store the ranks cannot agree on who prints. When the launcher is gone, each rank
     # stops by its own watch, or fails because another one has left: rank 0 prints for all.
-    launcher_is_gone = channel.gone and (code == EXIT_INTERRUPTED or _launcher_serves())
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launcher_is_gone = channel.gone and (code == EXIT_INTERRUPTED or launcher_serves)
     if _rank() == 0 or not launcher_is_gone:
         tell(message)
-    if _rank() == 0 and not _launcher_serves():
-        channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    if _rank() == 0 and not launcher_serves and _world_size() > 1:
+        time.sleep(_GRACE_SECONDS)  # this rank serves the store, in which the others find the code
     return code
-
-
-def _launcher_serves() -> bool:
-    """Whether the launcher, not rank 0, serves the store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def tell(message: str) -> None:

@@ -215,22 +215,29 @@ class Loop:
 
     def _log(self, result: StepResult) -> None:
         """Log the iterations since the last line if a line is due or the stage ends. Collective."""
-        logging = self.config.logging
-        if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
+        if not self._due(self.config.logging.log_interval) and (
+            self.state.iteration < self.stage.until
+        ):
             self.telemetry.advance(self.state.iteration)
             return
         averages, layers = self.interval.averages(), self.interval.layers()
         load = rank_load(layers, self.engine.groups.ep.size())
         times, news = self.times.take()
+        controlled = self.engine.controlled()  # what controllers set for the next step
+        if controlled:
+            chosen = [layer["experts_per_token"] for layer in layers]
+            controlled["experts_per_token"] = sum(chosen) / len(chosen)
+        peak = torch.tensor(peak_memory(), device=self.engine.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
         self.telemetry.log(
             self.place()
             | averages
             | ({} if load is None else {"rank_load": load})
-            | self._controlled(layers)
+            | controlled
             | {
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
-                "peak_memory_bytes": self._peak_memory(),
+                "peak_memory_bytes": int(peak),
                 "save_seconds": round(self._save_seconds, 6),
                 "ranks": times,
                 "machine": self.instruments.record(
@@ -242,23 +249,6 @@ class Loop:
         self._say_if(news)
         self._save_seconds = 0.0
         self.interval.clear()
-
-    def _controlled(self, layers: list[dict[str, Any]]) -> dict[str, float]:
-        """What controllers set for the next step, and the mean of the layers that it controls.
-
-        Collective. {}: there is no controller.
-        """
-        found = self.engine.controlled()
-        if found:
-            numbers = [layer["experts_per_token"] for layer in layers]
-            found["experts_per_token"] = sum(numbers) / len(numbers)
-        return found
-
-    def _peak_memory(self) -> int:
-        """The peak memory in bytes of the rank that used most. Collective."""
-        most = torch.tensor(peak_memory(), device=self.engine.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
 
     def place(self) -> dict[str, Any]:
         """The run's progress, in the fields that every record has."""

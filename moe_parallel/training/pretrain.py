@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
+import lzma
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -23,12 +22,6 @@ from moe_parallel.config import Config, FixedNumber, validate
 from moe_parallel.config.message import counted
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
-from moe_parallel.evaluation.baselines import (
-    ByteModel,
-    first_bytes,
-    held_out_bits_per_byte,
-    joined,
-)
 from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
@@ -48,7 +41,7 @@ from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.record import newest_good
-from moe_parallel.training.failure import FailureChannel, connect_ranks, join_store, run
+from moe_parallel.training.failure import FailureChannel, connect_ranks, run
 from moe_parallel.training.heartbeat import heartbeat
 from moe_parallel.training.instruments import open_instruments
 from moe_parallel.training.loop import Loop
@@ -57,21 +50,17 @@ from moe_parallel.training.run_folder import begin_run, goes_on_here, is_finishe
 from moe_parallel.training.run_lock import locked_folder, patience
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
-from moe_parallel.training.text import names_tokenizer, open_stream, open_text
+from moe_parallel.training.text import open_stream, open_text
 
 
 def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
     """Pretrain as the command line specifies, and end the process; see signals.py."""
     stop = stop or StopRequest()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
-        if rank != 0 and {"--help", "-h"} & set(arguments):
-            return 0  # rank 0 prints it
         given = run_config(arguments)
         config = given.config
-        validate(config, world_size)
+        validate(config, int(os.environ.get("WORLD_SIZE", 1)))
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
         if config.training.deterministic_mode:
@@ -85,19 +74,18 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         channel.watch()
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         flag = "--distributed-timeout-minutes"
-        connect_ranks(backend, store, rank, world_size, timeout, flag)
+        connect_ranks(channel.store, backend, timeout, flag)
         progress = Progress(clock_of(device()))
-        with heartbeat(progress, store, channel, config.parallel.hang_timeout):
+        with heartbeat(progress, channel, config.parallel.hang_timeout):
             return pretrain(
                 config,
                 initialize_groups(config.parallel, config.virtual_stages),
                 stop,
                 given.warnings,
-                tokenizer_given=names_tokenizer(arguments),
                 progress=progress,
             )
 
-    run(body, FailureChannel(store), stop)
+    run(body, stop)
 
 
 def pretrain(
@@ -105,8 +93,6 @@ def pretrain(
     groups: Groups,
     stop: StopRequest | None = None,
     warnings: Sequence[str] = (),
-    *,
-    tokenizer_given: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Train, evaluate and report; returns the exit code. Collective.
@@ -114,14 +100,13 @@ def pretrain(
     Args:
         stop: receives the signals; None: a new request that no signal reaches.
         warnings: warnings to print besides those of the configuration.
-        tokenizer_given: whether the command line names the tokenizer.
         progress: told what this rank does.
     """
+    stop, progress = stop or StopRequest(), progress or Progress()
     wait = patience(os.environ, config.parallel.hang_timeout)
     with locked_folder(config.checkpoint.save, wait) as lock_warnings:
         warnings = (*warnings, *lock_warnings)
-        stop, progress = stop or StopRequest(), progress or Progress()
-        return _pretrain(config, groups, stop, warnings, tokenizer_given, progress)
+        return _pretrain(config, groups, stop, warnings, progress)
 
 
 def _pretrain(
@@ -129,14 +114,13 @@ def _pretrain(
     groups: Groups,
     stop: StopRequest,
     warnings: Sequence[str],
-    tokenizer_given: bool,
     progress: Progress,
 ) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
     check_memory(config, config.data.vocab_size or 0, groups)
     config, damage = _before_damage(config)
-    text = open_text(config, tokenizer_given=tokenizer_given)
+    text = open_text(config)
     check_memory(config, text.vocab_size, groups)
     stream, unknown = open_stream(config, text.sources)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer, stream)
@@ -290,85 +274,48 @@ def _tell_finished(config: Config, stage: Stage) -> None:
 
 
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
-    """The last evaluation, the comparison with simple models, and the figure. Collective."""
+    """The last evaluation, its bits per byte beside those of xz, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
     text_losses = loop.evaluate(everything=full)
     parameters = total_parameters(unwrap_model(loop.engine.chunks))
     if dist.get_rank() != 0:
         return
     if full and text_losses:
-        table = compare_with_baselines(text_losses, loop.datasets, tokenizer)
-        telemetry.say("\nheld-out text, every token:\n" + format_table(table))
+        table = bits_per_byte(text_losses, loop.datasets, tokenizer)
+        telemetry.say("\n".join(["\nheld-out text, every token:", *table]))
     if loop.config.checkpoint.save is not None:
         telemetry.say(write_figure(loop.config, parameters))
 
 
-# Far more than a trigram model of bytes can use; read and counted in a minute or two.
-TRAIN_BYTES = 256 * 2**20
+def bits_per_byte(
+    text_losses: Mapping[str, TextLoss], datasets: Datasets, tokenizer: Tokenizer
+) -> list[str]:
+    """A table for a terminal: bits per byte of the model and of `xz -9` on held-out text.
 
-
-@dataclass(frozen=True)
-class ByteComparison:
-    """Bits per byte by text and model.
-
-    Attributes:
-        rows: {domain or "all": {"model", "unigram", "trigram", "xz -9"}}; "all" if there are
-            several domains.
-        note: a remark on the numbers; may be empty.
+    It has a row for each domain, and one for all if there are several. xz sees only the held-out
+    text, which the model did not see either; its file counts with its header. Memory: the held-out
+    text, twice.
     """
-
-    rows: Mapping[str, Mapping[str, float]]
-    note: str
-
-
-def compare_with_baselines(
-    text_losses: Mapping[str, TextLoss],
-    datasets: Datasets,
-    tokenizer: Tokenizer,
-    train_bytes: int = TRAIN_BYTES,
-) -> ByteComparison:
-    """The model, a unigram and a trigram model of bytes, and xz, on held-out text.
-
-    The byte models are trained on the training text of every domain. If that is more than
-    `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many
-    bytes from each domain. The other ranks wait meanwhile, so this must not grow with the corpus.
-    xz sees only the held-out text, which the model did not see either. Memory: both texts, twice.
-    """
-    train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
-    share = max(1, train_bytes // len(train))
-    read = joined(chain.from_iterable(first_bytes(side, share) for side in train))
-    trigram = ByteModel(read, order=3)
-    left_out = any(next(side, None) is not None for side in train)
-
     ours = dict(text_losses)
-    held_out = {name: joined(texts(side, tokenizer)) for name, side in datasets.valid.items()}
+    held_out = {
+        name: "".join(texts(side, tokenizer)).encode() for name, side in datasets.valid.items()
+    }
     if len(held_out) > 1:
-        held_out["all"] = np.concatenate(list(held_out.values()))
+        held_out["all"] = b"".join(held_out.values())
         ours["all"] = TextLoss(
             sum(each.nats for each in text_losses.values()),
             sum(each.tokens for each in text_losses.values()),
             sum(each.num_bytes for each in text_losses.values()),
         )
-    rows = {
-        name: {"model": ours[name].bits_per_byte} | held_out_bits_per_byte(trigram, data)
-        for name, data in held_out.items()
-    }
-    of_each = " of each domain" if len(train) > 1 else ""
-    note = f"unigram, trigram: of the first {_mebibytes(share)} of training text{of_each}"
-    return ByteComparison(rows, note if left_out else "")
-
-
-def format_table(comparison: ByteComparison) -> str:
-    """The comparison as lines for a terminal, the note last."""
-    table = comparison.rows
-    columns = list(next(iter(table.values())))
-    width = max(map(len, [*table, "bits per byte"]))
-    head = f"{'bits per byte':<{width}}" + "".join(f"{column:>10}" for column in columns)
-    rows = [
-        f"{name:<{width}}" + "".join(f"{row[column]:>10.3f}" for column in columns)
-        for name, row in table.items()
+    width = max(map(len, [*held_out, "bits per byte"]))
+    return [
+        f"{'bits per byte':<{width}}{'model':>10}{'xz -9':>10}",
+        *(
+            f"{name:<{width}}{ours[name].bits_per_byte:>10.3f}"
+            f"{8 * len(lzma.compress(text, preset=9)) / len(text):>10.3f}"
+            for name, text in held_out.items()
+        ),
     ]
-    return "\n".join([head, *rows, *filter(None, [comparison.note])])
 
 
 def write_figure(config: Config, parameters: int) -> str:
@@ -394,7 +341,3 @@ def _model_line(config: Config, parameters: int) -> str:
         if isinstance(config.selection, FixedNumber):
             line += f", {config.selection.moe_router_topk} a token"
     return line
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.4g} MiB"

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from moe_parallel.analysis.routing import (
     ANALYSIS_MANIFEST,
@@ -42,8 +41,7 @@ from moe_parallel.evaluation.selection_trace import (
 )
 from moe_parallel.model.forward import Batch
 from moe_parallel.training.checkpoint.folder import find_checkpoint
-from moe_parallel.training.open_model import open_model
-from moe_parallel.training.standalone import vocab_size_of
+from moe_parallel.training.standalone import open_model, vocab_size_of
 from moe_parallel.training.text import open_text, open_tokenizer
 
 #: The name of the folder in a run.
@@ -116,20 +114,17 @@ def analyze(
     """
     tokenizer, vocab_size, texts = _texts(config, options)
     in_fp32 = replace(on_ranks, training=replace(on_ranks.training, bf16=False))
+    # The model's vocabulary may be larger than the tokenizer's.
+    pieces = [tokenizer.detokenize([item]) for item in range(min(vocab_size, tokenizer.vocab_size))]
+    pieces += [""] * (vocab_size - len(pieces))
+    tests: list[Specialization] = []
     with open_model(in_fp32) as model, _disk_of(folder), ExitStack() as stack:
         numbers = exchange([layer.layer_number for layer in expert_layers(model.chunk)])
-        totals = AnalysisTotals(
-            sorted(set(chain.from_iterable(numbers))),
-            config.num_experts,
-            [_piece(tokenizer, item) for item in range(vocab_size)],
-        )
-        tests: list[Specialization] = []
+        layers = sorted(set(chain.from_iterable(numbers)))
+        totals = AnalysisTotals(layers, config.num_experts, pieces)
         receivers: list[Receive] = []
-        on_rank_0(
-            lambda: receivers.extend(
-                stack.enter_context(_written(folder, config, options, totals, tests))
-            )
-        )
+        writing = _written(folder, config, options, totals, tests)
+        on_rank_0(lambda: receivers.extend(stack.enter_context(writing)))
 
         def receive(batches: Sequence[TextSelections]) -> None:
             for selections in batches:
@@ -174,7 +169,10 @@ def _written(
                 receivers.append(stack.enter_context(SelectionsFile(writing)).add)
             yield receivers
         tests += _write(writing, config, options, totals, view)
-        earlier = _moved_away(folder)
+        earlier = None
+        if folder.exists():
+            earlier = tempfile.mkdtemp(prefix=f".{folder.name}.earlier-", dir=folder.parent)
+            os.replace(folder, earlier)
     if earlier is not None:
         shutil.rmtree(earlier, ignore_errors=True)
 
@@ -215,25 +213,6 @@ def _texts(
     return text.tokenizer, text.vocab_size, held_out
 
 
-def _piece(tokenizer: Tokenizer, item: int) -> str:
-    """The text of an item; "" for one beyond the tokenizer's vocabulary."""
-    return tokenizer.detokenize([item]) if item < tokenizer.vocab_size else ""
-
-
-def _facts(config: Config, options: AnalysisOptions, totals: AnalysisTotals) -> dict[str, Any]:
-    described = asdict(options) | {"files": {n: str(path) for n, path in options.files.items()}}
-    return {
-        "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
-        "system": config.selection.system,
-        "merged": config.selection.merges,
-        "experts": totals.num_experts,
-        "layers": list(totals.layers),
-        "tokens": {name: text.tokens for name, text in totals.texts.items()},
-        "sequences_of_a_block": totals.blocks.sequences,
-        **described,
-    }
-
-
 def _write(
     folder: Path, config: Config, options: AnalysisOptions, totals: AnalysisTotals, view: View
 ) -> list[Specialization]:
@@ -243,17 +222,19 @@ def _write(
     tests = specialization(totals.blocks, totals.layers, options.permutations, config.training.seed)
     pieces = [totals.pieces_V[item] for item in view.columns["token"]]
     write_tables(folder, tables_of(totals, tests) | {VIEW: {**view.columns, "piece": pieces}})
-    write_facts(folder, _facts(config, options, totals))
+    facts = {
+        "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
+        "system": config.selection.system,
+        "merged": config.selection.merges,
+        "experts": totals.num_experts,
+        "layers": list(totals.layers),
+        "tokens": {name: text.tokens for name, text in totals.texts.items()},
+        "sequences_of_a_block": totals.blocks.sequences,
+        **asdict(options),
+        "files": {name: str(path) for name, path in options.files.items()},
+    }
+    write_facts(folder, facts)
     return tests
-
-
-def _moved_away(folder: Path) -> Path | None:
-    """The new place of an earlier analysis."""
-    if not folder.exists():
-        return None
-    earlier = Path(tempfile.mkdtemp(prefix=f".{folder.name}.earlier-", dir=folder.parent))
-    os.replace(folder, earlier)
-    return earlier
 
 
 def _lines(totals: AnalysisTotals, tests: Sequence[Specialization]) -> list[str]:

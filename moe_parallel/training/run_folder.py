@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import sys
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch.distributed as dist
 
+import moe_parallel
 from moe_parallel.collective_errors import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import Config
 from moe_parallel.config.fp8 import Fp8Config
@@ -18,12 +24,12 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
+from moe_parallel.platform.machine import PACKAGES
 from moe_parallel.systems import TopKSelection
 from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.checkpoint.saving import Background
-from moe_parallel.training.starts import record_start
 from moe_parallel.training.text import TOKENIZER, Stream
 
 
@@ -153,7 +159,8 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
     def begin() -> None:
         try:
             write_run_files(folder, config, tokenizer)
-            record_start(folder, dist.get_world_size(), config.checkpoint.load)
+            with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_start(config)) + "\n")
         except OSError as error:
             raise InputError(
                 f"--save {folder} cannot be written ({one_line(error)}): "
@@ -161,6 +168,27 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
             ) from error
 
     on_rank_0(begin)
+
+
+#: The variable in which the first process of a start hands the command to its ranks.
+COMMAND = "MOE_PARALLEL_COMMAND"
+
+
+def _start(config: Config) -> dict[str, object]:
+    """A line of starts.jsonl, which says how a run was started or continued."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": os.environ.get(COMMAND),  # as the user typed it; None: of a program of his own
+        "directory": os.getcwd(),
+        "ranks": dist.get_world_size(),
+        "load": config.checkpoint.load,
+        "versions": {
+            "python": platform.python_version(),
+            "moe-parallel": moe_parallel.__version__,
+            **{name: metadata.version(name) for name in PACKAGES},
+        },
+        "platform": f"{sys.platform} {platform.machine()}",
+    }
 
 
 def write_run_files(folder: Path, config: Config, tokenizer: Tokenizer) -> None:

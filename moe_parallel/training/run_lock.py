@@ -70,7 +70,6 @@ def run_lock(folder: Path, patience: float = 0.0) -> Iterator[list[str]]:
     is_new = not folder.exists()
     path = folder / LOCK
     try:
-        _check_no_file_in_the_way(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file, has_lock = _take(path, patience)
     except OSError as error:
@@ -79,15 +78,11 @@ def run_lock(folder: Path, patience: float = 0.0) -> Iterator[list[str]]:
             f"--save {folder} cannot be written ({one_line(error)}): "
             "name a folder on a disk with room"
         ) from error
+    unlocked = (
+        f"the file system of --save {folder} has no locks: take care that no other run writes there"
+    )
     try:
-        yield (
-            []
-            if has_lock
-            else [
-                f"the file system of --save {folder} has no locks: take care that no other run "
-                "writes there"
-            ]
-        )
+        yield [] if has_lock else [unlocked]
     finally:
         with contextlib.suppress(OSError):
             path.unlink()  # while it is still locked: see `_take`
@@ -96,54 +91,44 @@ def run_lock(folder: Path, patience: float = 0.0) -> Iterator[list[str]]:
         file.close()
 
 
-def _check_no_file_in_the_way(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(there))
-
-
 def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
     """The lock file, and whether it could be locked; raises InputError if another run keeps it."""
     deadline, told = time.monotonic() + patience, False
     while True:
-        file = open(path, "a+", opener=_no_link)
+        # What a link points to would be emptied.
+        file = open(
+            path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        )
         try:
             has_lock = _lock(file)
             # A run that ends removes its file. A lock on a removed file excludes no other run.
-            if has_lock and not _is_at(file, path):
+            if has_lock and not (
+                path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+            ):
                 file.close()
                 continue
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
+            return file, has_lock
         except BlockingIOError:
             file.seek(0)
             holder = " ".join(file.read(300).split()) or "it has just begun"
             file.close()
-            wrong = f"--save {path.parent}: another run is writing there ({holder})"
-            if patience == 0:
-                raise InputError(f"{wrong}: end it, wait for it, or name another folder") from None
-            if time.monotonic() >= deadline:
-                late = f"has not ended in {patience:.0f} s: start the same command again"
-                raise Busy(f"{wrong} and {late}") from None
-            if not told:
-                print(
-                    f"--save {path.parent}: waiting for an earlier start to end ({holder}), at "
-                    f"most {patience:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            told = True
-            time.sleep(_LOOK_SECONDS)
-            continue
         except BaseException:
             file.close()
             raise
-        return file, has_lock
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # what a link points to would be emptied
+        wrong = f"--save {path.parent}: another run is writing there ({holder})"
+        if patience == 0:
+            raise InputError(f"{wrong}: end it, wait for it, or name another folder")
+        if time.monotonic() >= deadline:
+            late = f"has not ended in {patience:.0f} s: start the same command again"
+            raise Busy(f"{wrong} and {late}")
+        if not told:
+            waiting = f"waiting for an earlier start to end ({holder}), at most {patience:.0f} s"
+            print(f"--save {path.parent}: {waiting}", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(_LOOK_SECONDS)
 
 
 def _lock(file: IO[str]) -> bool:
@@ -154,10 +139,3 @@ def _lock(file: IO[str]) -> bool:
             raise
         return False
     return True
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

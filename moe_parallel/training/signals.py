@@ -90,19 +90,13 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @property
-    def in_training(self) -> bool:
-        """Whether training has begun."""
-        return self._whereabouts is not None
-
-    def began(self, whereabouts: Callable[[], str]) -> None:
-        """Training has begun; `whereabouts` returns the run's progress as text."""
-        self._whereabouts = whereabouts
-
     @contextlib.contextmanager
     def finishing(self, whereabouts: Callable[[], str]) -> Iterator[StopRequest]:
-        """Inside this context, signals are only recorded. Training has begun."""
-        self.began(whereabouts)
+        """Inside this context, signals are only recorded. Training has begun.
+
+        `whereabouts` returns the run's progress as text.
+        """
+        self._whereabouts = whereabouts
         self._finishing = True
         try:
             yield self

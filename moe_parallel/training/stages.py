@@ -96,58 +96,43 @@ class Stages:
         return Stage(engine, checkpoints, state, until, note)
 
     def _last(self, load: str | None) -> Stage:
-        engine = self._engine(self.config)
+        config, moe = self.config, self.config.moe
+        engine = self._engine(config)
         state, note = TrainingState(0, 0, 0), None
-        if load is not None and self._upcycles(load):
-            state = self._upcycled(load, engine)
-            note = self._note(load, state)
-        elif load is not None and self.config.checkpoint.finetune:
+        upcycles = moe.moe_use_upcycling or moe.moe_dense_warmup_percent > 0
+        if load is not None and upcycles and _kind(load)[0]:
+            of_dense = self.checkpoints.load(
+                Path(load),
+                engine.chunks,
+                engine.optimizer,
+                None if config.checkpoint.finetune else engine.scheduler,
+                dense=expected_dense(config, self.vocab_size),
+                seed=config.training.seed,
+            )
+            if not config.checkpoint.finetune:
+                state = replace(of_dense, unlogged=None)  # its sums are those of the dense layers
+            note = (
+                f"every expert starts as the dense layer of {load} at iteration {state.iteration}"
+            )
+            if (change := change_by_upcycling(config)) is not None:
+                note += f"; the model computes something else then: {change}"
+        elif load is not None and config.checkpoint.finetune:
             # A new run with the weights of `load`; the optimizer copies them.
             loaded = self.checkpoints.load(Path(load), engine.chunks, engine.optimizer, None)
             note = f"the weights are those of {load} at iteration {loaded.iteration}"
-        elif load is not None and self.config.training.skip_train:
+        elif load is not None and config.training.skip_train:
             state = self.checkpoints.load(Path(load), engine.chunks, None, None)
         elif load is not None:
             state = self.checkpoints.load(
                 Path(load), engine.chunks, engine.optimizer, engine.scheduler
             )
-        return Stage(engine, self.checkpoints, state, self.config.training.train_iters, note)
+        return Stage(engine, self.checkpoints, state, config.training.train_iters, note)
 
     def _engine(self, config: Config) -> Engine:
         background = self.checkpoints.background
         before_update = None if background is None else background.wait_for_copy
         return Engine(
-            config,
-            self.vocab_size,
-            self.groups,
-            self.progress,
-            before_update,
-            self.token_counts,
-        )
-
-    def _upcycles(self, load: str) -> bool:
-        moe = self.config.moe
-        return (moe.moe_use_upcycling or moe.moe_dense_warmup_percent > 0) and _kind(load)[0]
-
-    def _upcycled(self, load: str, engine: Engine) -> TrainingState:
-        starts_anew = self.config.checkpoint.finetune
-        state = self.checkpoints.load(
-            Path(load),
-            engine.chunks,
-            engine.optimizer,
-            None if starts_anew else engine.scheduler,
-            dense=expected_dense(self.config, self.vocab_size),
-            seed=self.config.training.seed,
-        )
-        if starts_anew:
-            return TrainingState(0, 0, 0)
-        return replace(state, unlogged=None)  # its sums are those of the dense layers
-
-    def _note(self, load: str, state: TrainingState) -> str:
-        note = f"every expert starts as the dense layer of {load} at iteration {state.iteration}"
-        change = change_by_upcycling(self.config)
-        return (
-            note if change is None else f"{note}; the model computes something else then: {change}"
+            config, self.vocab_size, self.groups, self.progress, before_update, self.token_counts
         )
 
 

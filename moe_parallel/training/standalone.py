@@ -1,6 +1,5 @@
-"""A model on a single process, from a configuration or a checkpoint, to analyze it.
-
-In whatever layout and precision it was trained, here it is complete and in fp32.
+"""The model of a configuration or a checkpoint, to analyze it: complete on a single process and in
+fp32, in whatever layout and precision it was trained, or on the ranks of a job.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from moe_parallel.config import (
 from moe_parallel.config.run import EMBEDDED_VOCAB_SIZE
 from moe_parallel.data.tokenizer import build_tokenizer
 from moe_parallel.errors import InputError
+from moe_parallel.evaluation.model import ReadingModel
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups, seed_ranks
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
@@ -153,3 +153,20 @@ def standalone_model(
         checkpoints = open_checkpoints(config, vocab_size, groups)
         checkpoints.load(Path(config.checkpoint.load), [model], None, None)
     return model, statistics
+
+
+@contextmanager
+def open_model(config: Config) -> Iterator[ReadingModel]:
+    """This rank's part of the model. Collective; torch.distributed is initialized.
+
+    In the context the process groups of the layout exist. Raises InputError.
+    """
+    groups = initialize_groups(config.parallel)
+    try:
+        seed_ranks(config.training.seed, groups)
+        vocab_size = vocab_size_of(config)
+        chunk, _ = standalone_model(config, vocab_size, groups)
+        chunk.eval()
+        yield ReadingModel(chunk, groups, config, vocab_size)
+    finally:
+        destroy_groups()

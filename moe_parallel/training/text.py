@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,45 +86,45 @@ class Text:
         return torch.from_numpy(sizes).to(device)
 
 
-def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
+def open_text(config: Config) -> Text:
     """The embedded corpus, built if it is missing, or the data that --data-path names.
 
-    A run that continues from --load uses the tokenizer in that checkpoint.
-
-    Args:
-        config: of the run.
-        tokenizer_given: whether the command line itself names the tokenizer, not only a file.
-
-    Any number of processes may call this at once. Raises InputError.
+    A run that continues from --load uses the tokenizer in that checkpoint. Any number of processes
+    may call this at once. Raises InputError.
     """
     data = config.data
-    own = own_tokenizer(config.checkpoint.load, data, given=tokenizer_given)
-    warnings = [] if own is None or own.warning is None else [own.warning]
+    own = own_tokenizer(config.checkpoint.load, data)
     if data.data_path is None:
         corpus, asked = _corpus(data), data.vocab_size or EMBEDDED_VOCAB_SIZE
-        tokenizer = _tokenizer_of(corpus, own)
-        if tokenizer.vocab_size < asked:
-            warnings.append(
-                f"--vocab-size {asked}: the embedded corpus has no more pairs to merge than make "
-                f"{tokenizer.vocab_size} tokens, and that is the vocabulary"
+        tokenizer = load_tokenizer(corpus.tokenizer_folder)
+        if own is not None and own.fingerprint != tokenizer.fingerprint:
+            raise InputError(
+                f"the embedded corpus in {corpus.folder} has another tokenizer than --load was "
+                "trained with (another Python made it): give the --data-cache-path of that run, or "
+                "--data-path"
             )
-        sources = corpus_sources(corpus)
-        return Text(tokenizer, sources, tokenizer.vocab_size, tuple(warnings))
+        warnings: tuple[str, ...] = ()
+        if tokenizer.vocab_size < asked:
+            warnings = (
+                f"--vocab-size {asked}: the embedded corpus has no more pairs to merge than make "
+                f"{tokenizer.vocab_size} tokens, and that is the vocabulary",
+            )
+        return Text(tokenizer, corpus_sources(corpus), tokenizer.vocab_size, warnings)
     sources = blend_sources(data.data_path, data.split)
-    tokenizer = _named(data) if own is None else own.tokenizer
+    tokenizer = _named(data) if own is None else own
     vocab_size = data.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise InputError(
             f"--vocab-size is {vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens: "
             f"give at least {tokenizer.vocab_size} or leave the flag out"
         )
-    return Text(tokenizer, sources, vocab_size, tuple(warnings))
+    return Text(tokenizer, sources, vocab_size)
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
     """Only the tokenizer; with --load the checkpoint's, without any data. Raises InputError."""
     own = own_tokenizer(config.checkpoint.load, config.data)
-    return open_text(config).tokenizer if own is None else own.tokenizer
+    return open_text(config).tokenizer if own is None else own
 
 
 def token_counts(samples: Any, vocab_size: int, limit: int = MOST_COUNTED) -> list[int]:
@@ -159,50 +158,22 @@ def _corpus(data: DataConfig) -> DefaultCorpus:
     )
 
 
-def _tokenizer_of(corpus: DefaultCorpus, own: OwnTokenizer | None) -> Tokenizer:
-    tokenizer = load_tokenizer(corpus.tokenizer_folder)
-    if own is not None and own.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise InputError(
-            f"the embedded corpus in {corpus.folder} has another tokenizer than --load was trained "
-            "with (another Python made it): give the --data-cache-path of that run, or --data-path"
-        )
-    return tokenizer
-
-
 # The key of the tokenizer's fingerprint in a checkpoint's record.
 TOKENIZER = "tokenizer"
 
-_FLAGS = ("tokenizer_type", "tokenizer_model")
 
-
-@dataclass(frozen=True)
-class OwnTokenizer:
-    """The tokenizer that a checkpoint was trained with.
-
-    Attributes:
-        tokenizer: the copy in the checkpoint.
-        warning: what the user should know of the tokenizer in the configuration; None: nothing.
-    """
-
-    tokenizer: Tokenizer
-    warning: str | None
-
-
-def own_tokenizer(
-    load: str | None, data: DataConfig, *, given: bool = False
-) -> OwnTokenizer | None:
-    """The tokenizer of the checkpoint that `--load` names.
+def own_tokenizer(load: str | None, data: DataConfig) -> Tokenizer | None:
+    """The tokenizer that the checkpoint of `--load` was trained with: the copy in it.
 
     Args:
         load: a run or one of its checkpoints; None: there is none.
         data: the configuration, which may name a tokenizer.
-        given: whether the command line itself names it, not only a file.
 
     Returns None without --load, and for a checkpoint without a tokenizer.
 
     Raises:
-        InputError: the copy is damaged or was exchanged; or the command line, or a configuration
-            that differs from the checkpoint's config.yaml, names a different tokenizer.
+        InputError: the copy is damaged or was exchanged; or the configuration names another
+            tokenizer than the checkpoint's config.yaml, and it is a different one.
     """
     if load is None:
         return None
@@ -220,49 +191,18 @@ def own_tokenizer(
             f"--load {checkpoint}: {folder} is not the tokenizer that the weights were trained "
             "with (damaged, or another one): restore it, or load another checkpoint"
         )
-    newly = given or not _as_recorded(data, checkpoint)
-    return OwnTokenizer(tokenizer, _compare(tokenizer, data, checkpoint, newly))
-
-
-def names_tokenizer(arguments: Sequence[str]) -> bool:
-    """Whether a command line itself names the tokenizer, not only a file."""
-    words = {word.split("=")[0].replace("_", "-") for word in arguments}
-    return not words.isdisjoint(map(flag, _FLAGS))
-
-
-def _as_recorded(data: DataConfig, checkpoint: Path) -> bool:
-    """Whether the tokenizer is the one that the checkpoint's config.yaml names."""
-    file = checkpoint / "config.yaml"
-    recorded = read_yaml(file) if file.is_file() else {}
-    default = DataConfig()
-    return all(getattr(data, name) == recorded.get(name, getattr(default, name)) for name in _FLAGS)
-
-
-def _compare(own: Tokenizer, data: DataConfig, checkpoint: Path, newly: bool) -> str | None:
-    """A warning, or an InputError, if the configuration names a different tokenizer."""
-    default = DataConfig()
-    named = [f"{flag(name)} {value}" for name in _FLAGS
-             if (value := getattr(data, name)) != getattr(default, name)]  # fmt: skip
-    local = data.tokenizer_model is None or Path(data.tokenizer_model).exists()
-    if not named or not (newly or local):  # none is named, or it is no longer there
-        return None
-    try:
-        other = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
-    except InputError:
-        if newly:
-            raise
-        return None
-    if other.fingerprint == own.fingerprint:
-        return None
-    if newly:
+    default, file = DataConfig(), checkpoint / "config.yaml"
+    saved = read_yaml(file) if file.is_file() else {}
+    named = {each: getattr(data, each) for each in ("tokenizer_type", "tokenizer_model")}
+    named = {each: value for each, value in named.items() if value != getattr(default, each)}
+    is_other = any(value != saved.get(each) for each, value in named.items())
+    if is_other and _named(data).fingerprint != tokenizer.fingerprint:
+        words = " ".join(f"{flag(each)} {value}" for each, value in named.items())
         raise InputError(
-            f"{' '.join(named)} is not the tokenizer that --load {checkpoint} was trained with: "
+            f"{words} is not the tokenizer that --load {checkpoint} was trained with: "
             "remove it to use the run's own copy"
         )
-    return (
-        f"{' '.join(named)} is not the tokenizer any more that this run was trained with: its own "
-        f"copy, {checkpoint}/tokenizer, is used"
-    )
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -291,14 +231,8 @@ def open_stream(config: Config, sources: Sequence[Source]) -> tuple[Stream, list
     load = Path(checkpoint.load)
     record = agree(lambda: read_record(find_checkpoint(load)))
     done, before = record["training"], record.get("stream")
-    if before is None:
-        unknown = (
-            f"--load {load} does not record what its training samples were drawn from: whether the "
-            "data, --split and --seed are the same is not checked, and the version that saved it "
-            "held out other documents of --data-path"
-        )
-        # a conversion has used none
-        return fresh, [unknown] if done["consumed_samples"] and not checkpoint.finetune else []
+    if before is None:  # an import or a conversion has read nothing
+        return fresh, []
     differing = {
         flag: f"{flag} is {_shown(known)} in the checkpoint and {_shown(made_of[flag])} here"
         for flag, known in before["made_of"].items()
@@ -359,9 +293,6 @@ def _digests(prefix: str) -> dict[str, str | None]:
 
 
 def _equal(before: Any, here: Any) -> bool:
-    if isinstance(before, str) and isinstance(here, str):
-        with suppress(ValueError, ZeroDivisionError):  # a record may say anything
-            return _shares(before) == _shares(here)
     if not isinstance(here, list):
         return bool(before == here)
     return len(before) == len(here) and all(
@@ -369,11 +300,6 @@ def _equal(before: Any, here: Any) -> bool:
         and (a["bin"] == b["bin"] or None in (a["bin"], b["bin"]))
         for a, b in zip(before, here, strict=True)
     )
-
-
-def _shares(split: str) -> list[float]:
-    parts = [*map(float, split.split(",")), 0, 0][:3]
-    return [part / sum(parts) for part in parts]
 
 
 def _shown(value: Any) -> str:

@@ -72,7 +72,7 @@ def _copied(data, folder):
 
 
 def test_data_that_disappears_during_a_run_stays_mapped(cluster, tmp_path, options, undisturbed):
-    """On a local disk. A network disk may take the pages away: tests/platform/test_bus_error.py."""
+    """On a local disk. A network disk may take the pages away: the rank ends by SIGBUS."""
     paths = _copied(options["data_path"], tmp_path / "data")
     job = SlurmJob(
         cluster, tmp_path, options | {"data_path": paths},

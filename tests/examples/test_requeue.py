@@ -97,23 +97,10 @@ def test_the_requeues_of_another_job_do_not_count(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_ends_the_job(folder):
-    folder.rmdir()
-    folder.write_text("in the way")
-    ended, printed = _end(_start(folder, "exit 137"))
-    assert (ended, "requeue 7" in printed) == (137, False)
-    assert "cannot be written" in printed
-
-
 def test_a_task_of_an_array_requeues_itself_alone(folder):
     # The task that is started last has the number of the array.
     _, printed = _end(_start(folder, "exit 75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"))
     assert printed.endswith("scontrol requeue 7_3\n")
-
-
-def test_the_number_of_starts_is_limited(folder):
-    code, printed = _end(_start(folder, "exit 75", SLURM_RESTART_COUNT="4", MAX_REQUEUES="4"))
-    assert (code, printed) == (75, "not requeued: MAX_REQUEUES is 4\n")
 
 
 def test_a_lost_rank_is_started_again_in_the_job_first(folder):

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from examples.toy.appendix_b import AutonomousToy, History, RoutedToy, draw, inputs_of, main, train
+from examples.toy.appendix_b import AutonomousToy, RoutedToy, draw, inputs_of, train
 from tests.oracles.layers import autonomous_expert, softmax, swiglu_expert
 
 SEEDS = (0, 1, 2)
@@ -49,28 +49,6 @@ def test_the_expert_of_greatest_norm_answers_alone() -> None:
     assert taken == {0, 1}
 
 
-def test_classes_do_not_overlap_within_three_sigma() -> None:
-    # The means are 1 apart in each of 16 coordinates; half of that is 3.3 sigma.
-    x_TD = inputs_of(torch.arange(3).repeat_interleave(2000), torch.Generator().manual_seed(0))
-    means_3D = x_TD.unflatten(0, (3, -1)).mean(1)
-    assert means_3D.numpy() == pytest.approx(numpy.outer([1, -1, 0], numpy.ones(16)), abs=0.02)
-    assert x_TD[4000:].std().item() == pytest.approx(0.15, rel=0.02)
-
-
-def history(share_of_class_3: float) -> History:
-    share_MYE = torch.tensor(
-        [[[1.0, 0.0], [1.0, 0.0], [s, 1 - s]] for s in (0.8, share_of_class_3)]
-    )
-    return History([0, 10], share_MYE, share_MYE, torch.ones(2, 3), arrival=0)
-
-
-@pytest.mark.parametrize(("share", "split", "divided"), [(0.05, False, True), (0.5, True, False)])
-def test_what_counts_as_split_and_as_divided(share: float, split: bool, divided: bool) -> None:
-    end = history(share)
-    assert (end.splits_class_3(-1), end.divided_in_the_end) == (split, divided)
-    assert end.one_has_both and not end.each_has_one
-
-
 def test_a_short_run_is_measured_and_drawn(tmp_path: Path) -> None:
     moe, aoe = ([train(toy, seed=0, steps=4)] for toy in (RoutedToy, AutonomousToy))
     assert aoe[0].steps_M == [0, 4, 5, 8]
@@ -78,12 +56,6 @@ def test_a_short_run_is_measured_and_drawn(tmp_path: Path) -> None:
     assert aoe[0].share_MYE.sum(2).numpy() == pytest.approx(1)
     draw(moe, aoe).savefig(tmp_path / "toy.png")
     assert (tmp_path / "toy.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_no_seeds_is_a_wrong_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["appendix_b.py", "--seeds", "0"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
 
 
 # Over 20 seeds (docs/toy.md): MoE always gave each class its own expert and then split class 3

@@ -7,6 +7,7 @@ A rank that pauses waits at a moment for what a test then does to the job: until
 `go_on`, or until the rank is asked to stop, but at most two minutes. `left` says which it was.
 """
 
+import ctypes
 import gc
 import os
 import signal
@@ -152,6 +153,30 @@ def long_save() -> None:
     from moe_parallel.training.checkpoint import saving as writer
 
     on_call(writer, "write_tensors", 1, compute_for_a_while)
+
+
+def slow_writes() -> None:
+    """A save in which little is computed, and a file grows."""
+    from moe_parallel.training.checkpoint import saving as writer
+
+    def write() -> None:
+        with open(os.devnull, "wb") as file:
+            for _ in range(150):
+                file.write(bytes(1 << 20))
+                time.sleep(0.1)
+
+    on_call(writer, "write_tensors", 1, write)
+
+
+def hold_the_interpreter() -> None:
+    """Native code that keeps Python's threads from going on: longer than --hang-timeout."""
+    from moe_parallel.model import forward
+
+    def hold() -> None:
+        Path("started").touch()
+        ctypes.PyDLL(None).sleep(600)
+
+    on_call(forward, "own_documents", 2 * 2 + 1, hold)
 
 
 def slow_evaluation() -> None:

@@ -58,13 +58,6 @@ def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
     assert _end(tmp_path / "bug", "--max-restarts", "1", "bug", "1") == (0, AGAIN)
 
 
-def test_each_lost_rank_is_told(tmp_path):
-    code, output = _end(tmp_path, "--max-restarts", "2", "die_twice", "1")
-    assert code == 0
-    again = [f"starting again: restart {number} of 2\n" for number in (1, 2)]
-    assert re.fullmatch(KILLED + again[0] + KILLED + again[1], output)
-
-
 SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
 
 

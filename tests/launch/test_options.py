@@ -2,18 +2,9 @@
 
 import pytest
 
-from moe_parallel.config.parser import SHUTDOWN_TIMEOUT, divide
+from moe_parallel.config.parser import divide
 from moe_parallel.errors import InputError
 from moe_parallel.launch.launcher import Launcher
-
-
-def test_no_flag_of_the_launcher():
-    line = ["--config", "a.yaml", "--data-path", "0.7", "a", "0.3", "b", "--init-std", "-1"]
-    options = divide(line)
-    assert options.flag is None
-    assert list(options.program) == line
-    assert options.shutdown_timeout == SHUTDOWN_TIMEOUT
-    assert options.max_restarts == 0
 
 
 def test_flags_are_found_wherever_they_are():

@@ -1,13 +1,11 @@
 """All gloo groups of a process share the device of the default group."""
 
-import gc
-
 import psutil
 import torch
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import destroy_groups, initialize_groups, share_gloo_device
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from tests.distributed import run_distributed
 
@@ -43,37 +41,3 @@ def test_megatron_makes_no_further_device():
     assert devices_0 == devices_1 == [1, 1, 1]
     assert sums_0 == [1, 0, 1, 1]
     assert sums_1 == [1, 1, 1, 1]
-
-
-def _groups_inside_and_outside() -> tuple[list[int], list[float], bool]:
-    gloo, outside = dist.distributed_c10d.ProcessGroupGloo, dist.new_group()
-    devices = [count_devices()]
-    with share_gloo_device():
-        inside = [dist.new_group() for _ in range(3)]
-    devices.append(count_devices())
-    sums = [sum_of_ranks(group) for group in (outside, *inside)]
-    for group in (outside, *inside):
-        dist.destroy_process_group(group)
-    del group, outside, inside
-    gc.collect()
-    devices.append(count_devices())
-    sums.append(sum_of_ranks(dist.group.WORLD))
-    return devices, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
-
-
-def test_only_groups_made_inside_share_it():
-    for devices, sums, is_restored in run_distributed(2, _groups_inside_and_outside):
-        assert devices == [2, 2, 1]
-        assert sums == [1, 1, 1, 1, 1]
-        assert is_restored
-
-
-def _timeouts() -> list[str]:
-    with share_gloo_device():
-        group = dist.new_group(timeout=dist.default_pg_timeout / 2)
-    return [str(group._get_backend(torch.device("cpu")).options._timeout)]
-
-
-def test_the_timeout_of_a_group_holds():
-    half = str(dist.default_pg_timeout / 2)
-    assert run_distributed(2, _timeouts) == [[half], [half]]

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 
 from moe_parallel.platform.norm import RMSNorm
-from tests.distributed import run_distributed
 
 WIDTH = 24
 
@@ -45,51 +43,3 @@ def test_bf16_loses_only_the_rounding_of_its_result():
     half_a_step = 2.0**-8  # of a number with 8 bits of significand
     error = np.abs(y.detach().float().numpy() - expected)
     assert (error <= 1.01 * half_a_step * np.abs(expected)).all()
-
-
-def test_gradients():
-    norm = _norm().double()
-    x = torch.randn(3, WIDTH, dtype=torch.double, requires_grad=True)
-    # Statistics are fp32, so finite differences use steps that fp32 resolves.
-    torch.autograd.gradcheck(norm, x, eps=1e-2, atol=2e-3)
-
-
-def test_the_weight_is_marked_as_the_config_says():
-    assert _norm(sequence_parallel=True).weight.sequence_parallel is True
-    assert _norm(sequence_parallel=False).weight.sequence_parallel is False
-
-
-def _weight_gradient(of_all_positions):
-    """The gradient of this rank's half of the positions, after Megatron-Core has finished it."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-    )
-    norm = RMSNorm(config, WIDTH)
-    norm.config = config
-    norm.share_embeddings_and_output_weights = False
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), norm)
-    mine = of_all_positions.chunk(2)[dist.get_rank()]
-    model(mine).pow(3).sum().backward()
-    finalize_model_grads([model])
-    return norm.weight.main_grad
-
-
-def test_sequence_parallel_ranks_end_with_the_gradient_of_all_positions():
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3))
-    norm = RMSNorm(SimpleNamespace(sequence_parallel=False), WIDTH)
-    norm(x).pow(3).sum().backward()
-    for gradient in run_distributed(2, _weight_gradient, x):
-        torch.testing.assert_close(gradient, norm.weight.grad)

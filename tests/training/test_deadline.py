@@ -16,8 +16,6 @@ from moe_parallel.training.signals import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import (
     SMALL,
-    Program,
-    flags,
     pretrain_here,
     same_bytes,
     small_data,
@@ -71,10 +69,6 @@ def test_the_job_began_earlier(clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
     assert _answers(clock, Deadline(1.49), 15) == [True]
 
 
-def test_without_a_limit(clock: Clock) -> None:
-    assert _answers(clock, Deadline(None), 1e9) == [False]
-
-
 def _records(save: Path) -> list[dict[str, Any]]:
     lines = (save / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "lm_loss" in record]
@@ -121,16 +115,3 @@ def test_a_limit_that_has_passed_leaves_one_step_a_start_and_spares_the_last(
     assert [code for code, _ in ends] == [EXIT_INTERRUPTED, EXIT_INTERRUPTED, 0]
     assert [r["iteration"] for r in _records(save)] == [1, 2, 3]
     assert os.path.exists(save / "run.png")
-
-
-@pytest.mark.full
-def test_the_launcher_passes_the_code_on_and_restarts_nothing(tmp_path: Path) -> None:
-    save = tmp_path / "run"
-    options = SMALL | small_data(tmp_path) | {"save": save, "load": save}
-    command = ["--max-restarts", "1", *flags(options | {"exit_duration_in_mins": 0.01})]
-    with Program(tmp_path, 2, command) as job:
-        assert job.finish(600) == EXIT_INTERRUPTED
-        output = job.output
-    assert "--exit-duration-in-mins 0.01: after iteration 1; continue with --load" in output
-    assert "starting again" not in output and "error" not in output
-    assert [record["iteration"] for record in _records(save)] == [1]

@@ -88,27 +88,6 @@ def test_run_to_run(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     assert_same(tmp_path, save)
 
 
-@pytest.mark.full
-def test_after_a_resume(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """Two stops, one of which is between two evaluations."""
-    options, save = first
-    again = options | {"save": tmp_path, "load": tmp_path, "save_interval": 3}
-    for stop in (3, 4, None):
-        run_distributed(2, pretrain_here, [again | {"exit_interval": stop}], DETERMINISTIC)
-    assert_same(tmp_path, save)
-
-
-@pytest.mark.full
-def test_another_seed_is_seen_at_once(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """If the gates compared nothing that depends on the run, this test would fail."""
-    options, save = first
-    other = options | {"save": tmp_path, "seed": 4321, "exit_interval": 2}
-    run_distributed(2, pretrain_here, [other], DETERMINISTIC)
-    assert records(tmp_path)[0] != records(save)[0]
-    one, two = (stored_tensors(each / "iter_0000002") for each in (tmp_path, save))
-    assert not same_bytes(one, two)
-
-
 def _main_after_a_choice_of_algorithm(arguments: list[str]) -> None:
     os.environ["NCCL_ALGO"] = "NVLS"
     main(arguments)

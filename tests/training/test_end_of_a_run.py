@@ -5,7 +5,6 @@ import json
 from unittest import mock
 
 import pytest
-from matplotlib.figure import Figure
 
 from moe_parallel.telemetry.metrics import TIMING, Journal
 from tests.distributed import run_distributed
@@ -27,10 +26,6 @@ def files(folder) -> dict[str, tuple[int, bytes]]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != "run.png"
     }
-
-
-def evaluated(save) -> list[int]:
-    return [record["iteration"] for record in records(save) if "validation" in record]
 
 
 def _train(*runs, train=pretrain_here):
@@ -91,28 +86,6 @@ def test_a_finished_run_is_left_as_it_is(finished, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_without_save_a_finished_run_is_evaluated(finished):
-    options, save = finished
-    before = files(save)
-    ((code, printed),) = _train(options | {"load": save, "save": "none"})
-    assert code == 0
-    assert "validation" in printed.splitlines()[-1]
-    assert files(save) == before
-
-
-@pytest.mark.full
-def test_no_evaluation(tmp_path):
-    common = RUN | small_data(tmp_path) | {"eval_interval": 2, "eval_iters": 0}
-    none, full = common | {"save": tmp_path / "none"}, common | {"save": tmp_path / "full"}
-    ends = _train(none, none | {"load": tmp_path / "none"}, full | {"full_evaluation": True})
-    assert [code for code, _ in ends] == [0, 0, 0]
-    assert evaluated(tmp_path / "none") == []
-    assert (tmp_path / "none" / "run.png").exists()
-    assert "nothing is left to do" in ends[1][1]
-    assert evaluated(tmp_path / "full") == [4]
-    assert "bits per byte" in ends[2][1]
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -147,20 +120,3 @@ def test_logs_on_a_full_disk(finished, tmp_path):
         assert (folder / "iter_0000004").is_dir()
     assert records(later) == records(save)
     assert records(lost) == records(save)[:3]
-
-
-def _train_without_a_figure(options, error):
-    with mock.patch.object(Figure, "savefig", side_effect=error):
-        return pretrain_and_draw([options])[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("error", [FULL, ValueError("a bug\nof two lines")], ids=["full", "bug"])
-def test_a_figure_that_fails(finished, tmp_path, error):
-    options, _ = finished
-    here = options | {"save": tmp_path}
-    ((code, printed),) = run_distributed(1, _train_without_a_figure, here, error)
-    assert code == 0
-    last = printed.splitlines()[-1]
-    assert last.startswith("warning: there is no figure: ")
-    assert "No space left" in last or last.endswith("a bug of two lines")

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -24,7 +23,6 @@ from moe_parallel.training.failure import (
     _fail,
     connect_ranks,
     join_store,
-    leave_with_launcher,
     lost_connection,
     run,
 )
@@ -32,33 +30,29 @@ from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import (
     EXIT_CTRL_C,
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_LOST,
-    Stopped,
     StopRequest,
 )
 from tests.distributed import run_distributed
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
-from tests.tiers import rest_in_full
 from tests.training.tiny_run import Layout, TinyRun
 
 
 def _job(trouble, before_groups=False, seconds=600):
     """A program like ours: it creates groups, for which it waits for `seconds`, and calls
     `trouble(rank)`."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = join_store(rank, world_size)
+    rank = int(os.environ["RANK"])
 
     def body(channel):
         channel.watch()
         if before_groups:
             trouble(rank)
-        connect_ranks("gloo", store, rank, world_size, timedelta(seconds=seconds))
+        connect_ranks(channel.store, "gloo", timedelta(seconds=seconds))
         dist.barrier()
         trouble(rank)
         return 0
 
-    run(body, FailureChannel(store), StopRequest())
+    run(body, StopRequest())
 
 
 def _wait_in_collective(rank):
@@ -90,15 +84,6 @@ def _interrupt(rank):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _terminate(rank):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _leave(rank):
-    sys.exit(5)
-
-
 def _die(rank):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,19 +105,33 @@ def _end(folder, trouble, *job):
         return codes, ranks.output
 
 
+BAD_INPUT = r"error: --flag is 3: it must be 4\n"
+
+
 @pytest.mark.parametrize(
-    "waiting", rest_in_full([_wait_in_collective, _wait_elsewhere], _wait_in_collective)
+    ("trouble", "code", "output"),
+    [
+        (On1(_bad_input, _wait_in_collective), 2, BAD_INPUT),
+        pytest.param(On1(_bad_input, _wait_elsewhere), 2, BAD_INPUT, marks=pytest.mark.full),
+        (_bad_input, 2, BAD_INPUT),
+        (On1(_diverge, _wait_in_collective), 3, r"error: iteration 3: the loss is nan\n"),
+        (
+            On1(_bug, _wait_in_collective),
+            1,
+            r"rank 1: (?s:.*)DivisionError: a bug\n\n",
+        ),
+        (
+            On1(_interrupt, _wait_elsewhere),
+            EXIT_CTRL_C,
+            "stopped by SIGINT before training began; there was nothing to save\n",
+        ),
+    ],
+    ids=["one waits", "one sleeps", "both", "diverged", "a bug", "a signal"],
 )
-def test_bad_input_on_one_rank_is_one_line_and_code_2(tmp_path, waiting):
-    codes, output = _end(tmp_path, On1(_bad_input, waiting))
-    assert codes == [2, 2]
-    assert output == "error: --flag is 3: it must be 4\n"
-
-
-def test_bad_input_on_every_rank_is_one_line(tmp_path):
-    codes, output = _end(tmp_path, _bad_input)
-    assert codes == [2, 2]
-    assert output == "error: --flag is 3: it must be 4\n"
+def test_one_message_and_one_code(tmp_path, trouble, code, output):
+    codes, said = _end(tmp_path, trouble)
+    assert codes == [code, code]
+    assert re.fullmatch(output, said)
 
 
 @pytest.mark.full
@@ -153,40 +152,17 @@ def test_a_rank_that_does_not_come_is_one_line_and_code_76(tmp_path):
     )
 
 
-def test_a_store_without_the_other_ranks():
-    with pytest.raises(Unmet, match="rank 0 .* waited in vain .*--a-flag 0.005: [Ww]ait timeout"):
-        connect_ranks("gloo", dist.HashStore(), 0, 2, timedelta(seconds=0.3), "--a-flag")
-    assert not dist.is_initialized()
-
-
 def test_rank_0_serves_a_store_to_which_no_rank_comes(monkeypatch):
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Unmet, match=f"rank 0 on {socket.gethostname()} has waited in vain"):
-        join_store(0, 2, timedelta(seconds=0.5))
+        join_store(timedelta(seconds=0.5))
 
 
-def test_a_bug_is_one_traceback_and_code_1(tmp_path):
-    codes, output = _end(tmp_path, On1(_bug, _wait_in_collective))
-    assert codes == [1, 1]
-    assert output.count("Traceback") == 1
-    assert output.startswith("rank 1: ") and output.endswith("ZeroDivisionError: a bug\n\n")
-
-
-def test_divergence_is_one_line_and_code_3(tmp_path):
-    codes, output = _end(tmp_path, On1(_diverge, _wait_in_collective))
-    assert codes == [3, 3]
-    assert output == "error: iteration 3: the loss is nan\n"
-
-
-@pytest.mark.parametrize(
-    ("gone", "its_code"),
-    [pytest.param(_leave, 5, marks=pytest.mark.full), (_die, -signal.SIGKILL)],
-)
-def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
-    codes, output = _end(tmp_path, On1(gone, _wait_in_collective))
-    assert codes == [EXIT_LOST, its_code]
+def test_a_rank_that_is_gone_without_a_word(tmp_path):
+    codes, output = _end(tmp_path, On1(_die, _wait_in_collective))
+    assert codes == [EXIT_LOST, -signal.SIGKILL]
     assert output.startswith(f"error: rank 0 on {socket.gethostname()} cannot continue: lost the ")
     assert output.count("\n") == 1
 
@@ -194,29 +170,6 @@ def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
 def test_another_runtime_error_is_no_lost_connection():
     assert lost_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5")) is None
     assert lost_connection(RuntimeError("NCCL error: invalid usage")) is None
-
-
-@pytest.mark.parametrize(
-    ("ask", "name", "code"),
-    [
-        (_interrupt, "SIGINT", EXIT_CTRL_C),
-        pytest.param(_terminate, "SIGTERM", EXIT_INTERRUPTED, marks=pytest.mark.full),
-    ],
-)
-def test_a_signal_before_training(tmp_path, ask, name, code):
-    codes, output = _end(tmp_path, On1(ask, _wait_elsewhere))
-    assert codes == [code, code]
-    assert output == f"stopped by {name} before training began; there was nothing to save\n"
-
-
-def test_a_channel_without_its_store_tells_all_the_same():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    channel = FailureChannel(client)
-    assert channel.code_of_others() is None
-    del server
-    assert channel.claim(2)
-    assert channel.code_of_others() is None
 
 
 class Left(BaseException):
@@ -234,60 +187,18 @@ def test_rank_0_tells_for_all_that_the_launcher_is_gone(monkeypatch, capsys, ran
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(os, "_exit", _leave_now)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    channel = FailureChannel(dist.TCPStore("127.0.0.1", server.port, is_master=False))
-    del server
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr("moe_parallel.training.failure.join_store", lambda: client)
 
     def fail(channel):
+        nonlocal server
+        del server
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(Left, match=str(EXIT_FAILED)):
-        run(fail, channel, StopRequest())
+        run(fail, StopRequest())
     error = capsys.readouterr().err
     assert error.count("\n") == error.count("the launcher") == lines
-
-
-def _main_without_launcher(rank):
-    """Act as a rank that waits for its store while the launcher is killed."""
-    leave_with_launcher(1 if os.getppid() != 1 else 2, StopRequest())
-    dist.TCPStore("127.0.0.1", 9, world_size=2, is_master=False, timeout=timedelta(minutes=10))
-
-
-@pytest.mark.full
-def test_a_launcher_that_is_gone_before_there_is_a_store(tmp_path):
-    with Ranks(tmp_path, 1, _main_without_launcher, 0) as ranks:
-        assert ranks.finish() == [EXIT_INTERRUPTED]
-        last = ranks.output.splitlines()[-1]
-    assert last == "the launcher is gone before training began; there was nothing to save"
-
-
-def _main_that_begins_without_launcher(rank):
-    """Act as a rank whose launcher is killed while it imports; then a short training begins."""
-    stop = StopRequest()
-    with stop.listening():
-        leave_with_launcher(1 if os.getppid() != 1 else 2, stop)
-        time.sleep(2)
-        try:
-            stop.began(lambda: "after iteration 1")
-            time.sleep(3)
-            os._exit(0)
-        except Stopped as stopped:
-            print(stopped, flush=True)
-            os._exit(EXIT_INTERRUPTED)
-
-
-def test_a_launcher_that_is_gone_before_training_which_then_begins(tmp_path):
-    with Ranks(tmp_path, 1, _main_that_begins_without_launcher, 0) as ranks:
-        assert ranks.finish() == [EXIT_INTERRUPTED]
-        assert ranks.output.splitlines()[-1] == "stopped by SIGTERM after iteration 1"
-
-
-def test_the_first_claim_wins():
-    store = dist.HashStore()
-    first, second = FailureChannel(store), FailureChannel(store)
-    assert first.code_of_others() is None
-    assert first.claim(2)
-    assert not second.claim(1)
-    assert first.code_of_others() == second.code_of_others() == 2
 
 
 def test_a_rank_that_fails_second_waits_for_the_code_of_the_first():
@@ -299,26 +210,25 @@ def test_a_rank_that_fails_second_waits_for_the_code_of_the_first():
     first.join()
 
 
-def _main_with_poison(value, rank, step_number, arguments):
-    """The program; the embedding on one rank is set to `value` before a step."""
+def _main_with_poison(rank, step_number, arguments):
+    """The program; the embedding on one rank becomes infinite before a step."""
     step, done = Engine.step, []
 
     def poisoned(engine, batches):
         done.append(None)
         if len(done) == step_number and dist.get_rank() == rank:
             with torch.no_grad():
-                next(engine.chunks[0].parameters()).fill_(value)
+                next(engine.chunks[0].parameters()).fill_(float("inf"))
         return step(engine, batches)
 
     Engine.step = poisoned
     main(arguments)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite(tmp_path, value):
+def test_a_loss_that_is_not_finite(tmp_path):
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "save_interval": 2, "train_iters": 9}
-    with Ranks(tmp_path, 2, _main_with_poison, value, 1, 6, flags(options)) as ranks:
+    with Ranks(tmp_path, 2, _main_with_poison, 1, 6, flags(options)) as ranks:
         assert ranks.finish() == [3, 3]
         errors = [line for line in ranks.output.splitlines() if "error" in line]
     (error,) = errors

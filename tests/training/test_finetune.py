@@ -4,12 +4,9 @@ import json
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.optimizer import MASTER
-from moe_parallel.training.engine import Engine
-from moe_parallel.training.optimizer import optimizer_parts
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tiers import rest_in_full
@@ -32,52 +29,11 @@ def _records(save):
     return [record for record in map(json.loads, lines) if "lm_loss" in record]
 
 
-def _started(place):
-    """The weights, moments and random state of two ranks at the first step; then they exit."""
-
-    def note(engine, batches):
-        chunk = engine.chunks[0].module
-        weights = {n: p.detach().float().clone() for n, p in chunk.named_parameters()}
-        each = optimizer_parts(engine.optimizer)
-        states = [state for one in each for state in one.optimizer.state.values()]
-        moments = [float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state]
-        found = (weights, moments, torch.get_rng_state(), next(batches)["tokens"])
-        torch.save(found, place / f"rank{dist.get_rank()}.pt")
-        raise InputError("seen")
-
-    Engine.step = note
-
-
 def _start(options):
     try:
         pretrain_here([options], None)
     except InputError as error:
         return str(error)
-
-
-def _see(options, place):
-    _started(place)
-    return _start(options)
-
-
-def _first_step(options, place):
-    place.mkdir()
-    assert run_distributed(2, _see, options, place) == ["seen", "seen"]
-    return torch.load(place / "rank0.pt", weights_only=False)
-
-
-@pytest.mark.full
-def test_weights_alone(run, tmp_path):
-    options, folder = run
-    fresh = _first_step(options, tmp_path / "fresh")
-    tuning = {"finetune": True, "load": folder}
-    tuned = _first_step(options | tuning, tmp_path / "tuned")
-    going_on = {"load": folder, "train_iters": 5, "lr_decay_iters": 4}
-    resumed = _first_step(options | going_on, tmp_path / "resumed")
-    assert same_bytes(tuned[0], resumed[0]) and not same_bytes(tuned[0], fresh[0])
-    assert not any(tuned[1]) and any(resumed[1])
-    for part in (2, 3):  # random state, tokens
-        assert torch.equal(tuned[part], fresh[part]) and not torch.equal(tuned[3], resumed[3])
 
 
 def test_a_trained_model_is_trained_on(run, tmp_path):
@@ -126,13 +82,3 @@ def test_another_schedule(run, tmp_path):
     assert [record["learning_rate"] for record in records] == [2e-2, 2e-2]
     assert records[0]["consumed_samples"] == 40
     assert "override-opt-param-scheduler: false" in (tmp_path / "longer/config.yaml").read_text()
-
-
-def test_another_run_needs_another_folder(run, tmp_path):
-    options, folder = run
-    for load in (folder, folder / "iter_0000004"):
-        tuning = options | {"finetune": True, "load": load, "save": folder}
-        assert run_distributed(1, _start, tuning) == [
-            f"--save {folder} already contains a run (iter_0000004), and --finetune starts a new "
-            f"one: use another folder, or continue that run with --load {folder} alone"
-        ]

@@ -14,17 +14,13 @@ from torch import distributed as dist
 from torch.autograd import DeviceType
 
 from moe_parallel.config import LoggingConfig, make_config
-from moe_parallel.layers.routed import RoutedLayer
 from moe_parallel.model import forward
 from moe_parallel.model.flops import token_flops
-from moe_parallel.telemetry.metrics import TIMING, read_metrics
+from moe_parallel.telemetry.metrics import read_metrics
 from moe_parallel.telemetry.progress import Clock
 from moe_parallel.training import instruments as instruments_module
 from moe_parallel.training.instruments import (
-    Instruments,
     Profile,
-    computed_choices,
-    covered,
     peak_tflops,
     summarize,
 )
@@ -33,20 +29,6 @@ from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
 
 PEAK = 0.25  # TFLOP/s
-
-
-def _layer(counts: list[int], tokens: int, dropped: int = 0) -> dict[str, Any]:
-    return {
-        "tokens_per_expert": counts,
-        "experts_per_token": sum(counts) / tokens,
-        "tokens_dropped": dropped,
-    }
-
-
-def test_choices_that_were_computed() -> None:
-    assert computed_choices([]) == 0
-    assert computed_choices([_layer([6, 2], 4)]) == 2
-    assert computed_choices([_layer([6, 2], 4, dropped=2), _layer([4, 8], 4)]) == 2.25
 
 
 def _run(path: Path, more: dict[str, Any]) -> tuple[str, list[bool]]:
@@ -79,23 +61,6 @@ def test_the_rates_of_a_run(tmp_path: Path, system: dict[str, Any]) -> None:
     assert imported == [False, False]  # there is no GPU
 
 
-def test_without_a_peak_or_readings(tmp_path: Path) -> None:
-    ((output, _),) = run_distributed(1, _run, tmp_path, {"machine_sample_seconds": "none"})
-    assert all(set(record["machine"]) == {"tflops_per_device"} for record in _machine(tmp_path))
-    assert "MFU" not in output
-
-
-def _joules() -> dict[str, float]:
-    """The record of a rank whose GPU draws 500 W."""
-    instruments_module.over_ranks = lambda means: {"gpu_watts": 500.0}
-    return Instruments(make_config({}), 100).record(make_config({}), 250.0, [])
-
-
-def test_joules_of_a_token() -> None:
-    (record,) = run_distributed(1, _joules)
-    assert record["joules_per_token"] == 2.0
-
-
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
@@ -124,7 +89,6 @@ LAYERS, CHOICES = SMALL["num_layers"], 2
 SLOW = 1
 MICRO_BATCHES = 2  # of a step, on each rank
 OWN, OWN_OF_SLOW = 1.0, 3.0  # seconds of a micro-batch
-OF_ROW = 0.01  # seconds
 
 
 class _Time:
@@ -161,24 +125,6 @@ def _slow_host():
     forward.own_documents = slowly
 
 
-def _hot_experts():
-    """All tokens choose the experts of one rank: 2 and 3 of 4. Each row takes its time."""
-    plain, compute = RoutedLayer.choose, RoutedLayer.compute
-
-    def choose(layer, *args):
-        _Time.now += OWN
-        choices = plain(layer, *args)
-        hot = torch.tensor([2, 3]).expand_as(choices.experts_TK).contiguous()
-        return replace(choices, experts_TK=hot)
-
-    def compute_slowly(layer, rows):
-        _Time.now += OF_ROW * len(rows.x_MD)
-        return compute(layer, rows)
-
-    _Time.install()
-    RoutedLayer.choose, RoutedLayer.compute = choose, compute_slowly
-
-
 def _records(folder, before):
     options = SMALL | RUN | small_data(folder) | {"save": folder / "run"}
     ends = run_distributed(2, pretrain_here, [options], before)
@@ -189,11 +135,6 @@ def _records(folder, before):
 @pytest.fixture(scope="module")
 def slow_host(tmp_path_factory):
     return _records(tmp_path_factory.mktemp("host"), _slow_host)
-
-
-@pytest.fixture(scope="module")
-def hot_experts(tmp_path_factory):
-    return _records(tmp_path_factory.mktemp("experts"), _hot_experts)
 
 
 @pytest.mark.full
@@ -214,29 +155,6 @@ def test_it_is_told_in_one_line(slow_host):
     _, printed = slow_host
     (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
     assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
-
-
-@pytest.mark.full
-def test_hot_experts_are_told_apart(hot_experts):
-    records, _ = hot_experts
-    for record in records:
-        slowest = record["ranks"]["slowest"]
-        assert (slowest["rank"], slowest["cause"]) == (SLOW, "tokens")
-        assert record["ranks"]["rows"] == [0, TOKENS * CHOICES * LAYERS]
-        assert record["rank_load"]["overload"] == 2.0
-        assert record["rank_load"]["expert_parallel_rank"] == SLOW
-
-
-@pytest.mark.full
-def test_only_the_load_is_the_same_in_every_run(slow_host):
-    record = slow_host[0][0]
-    assert "ranks" in TIMING and "rank_load" not in TIMING
-    loads = [
-        sum(layer["tokens_per_expert"][first : first + 2]) / (TOKENS * CHOICES)  # in two steps
-        for layer in record["layers"]
-        for first in (0, 2)
-    ]
-    assert record["rank_load"]["overload"] == max(loads)
 
 
 STEPS = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
@@ -269,11 +187,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-def _losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["lm_loss"] for line in lines if "lm_loss" in line]
-
-
 def _steps_in(run, first=2):
     """The number of steps that the trace shows: each calls the optimizer once."""
     with gzip.open(run / "profile" / f"iter_{first:07d}_rank0.json.gz") as trace:
@@ -286,31 +199,6 @@ def test_the_chosen_steps_are_recorded(runs):
     assert _steps_in(runs / "profiled") == 2
     text = (runs / "profiled" / "profile" / "iter_0000002_rank0.txt").read_text()
     assert text.startswith("profile of 2 steps: ") and "aten::mm" in text
-
-
-@pytest.mark.full
-def test_a_run_that_ends_before_writes_what_it_recorded(runs):
-    assert _steps_in(runs / "left") == 1
-    assert (
-        (runs / "left" / "profile" / "iter_0000002_rank0.txt")
-        .read_text()
-        .startswith("profile of 1 step: ")
-    )
-
-
-@pytest.mark.full
-def test_recording_changes_nothing(runs):
-    assert _losses(runs / "profiled") == _losses(runs / "plain")
-    assert not (runs / "plain" / "profile").exists()
-
-
-@pytest.mark.full
-def test_only_the_chosen_ranks_are_recorded(tmp_path):
-    options = SMALL | small_data(tmp_path) | SHORT | STEPS | {"train_iters": 2}
-    two = options | {"profile_ranks": [1], "save": tmp_path / "run", "global_batch_size": 4}
-    run_distributed(2, pretrain_here, [two])
-    names = {path.name for path in (tmp_path / "run" / "profile").iterdir()}
-    assert names == {"iter_0000002_rank1.json.gz", "iter_0000002_rank1.txt"}
 
 
 def test_what_the_device_and_the_host_did():
@@ -329,15 +217,6 @@ def test_what_the_device_and_the_host_did():
         "profile of 2 steps: 10.0 ms a step; the device works 2.0 ms of them (20%); "
         "kernels and copies a step: 1; the host waits 0.5 ms in 1 calls"
     )
-
-
-def test_without_a_gpu_only_the_time_is_told():
-    assert summarize([event("aten::mm", 0, 50)], 0.5, 1) == "profile of 1 step: 500.0 ms a step"
-
-
-def test_time_that_intervals_cover():
-    assert covered([]) == 0
-    assert covered([(5, 7), (0, 2), (1, 3), (5, 6), (7, 8)]) == 6
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capfd):

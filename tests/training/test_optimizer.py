@@ -34,13 +34,6 @@ def test_the_bits_are_those_of_one_addition(shape, dtype):
     assert torch.equal(total, wanted)
 
 
-def test_a_gradient_whose_numbers_are_not_in_order():
-    total, x = torch.randn(7, 4), torch.randn(4, 7).bfloat16().t()
-    wanted = total + x
-    add_in_pieces(total, x)
-    assert torch.equal(total, wanted)
-
-
 BF16 = {"bf16": True, "global_batch_size": 8, "micro_batch_size": 2}
 
 
@@ -106,14 +99,6 @@ def test_a_loaded_number_of_steps_goes_to_the_device_of_the_weights(chained: boo
     part.optimizer.step()
     assert part.optimizer.state[weight]["step"].device == weight.device
     assert unused not in part.optimizer.state
-
-
-def test_other_optimizers_keep_their_kernel() -> None:
-    part = optimizer_of(Parameter(torch.ones(3)), kind=torch.optim.Adagrad)
-    part.optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
-    fuse_adam(part)
-    part.optimizer.step()
-    assert not part.optimizer.param_groups[0].get("fused")
 
 
 RUNS = {

@@ -69,17 +69,6 @@ def test_the_trace_has_the_loads_of_the_log(runs: Any) -> None:
         assert loads == [layer["tokens_per_expert"] for layer in layers]
 
 
-def test_the_size_of_the_outputs_at_the_start_is_in_the_log(runs: Any) -> None:
-    folder, ended = runs
-    first, *later = [each["layers"] for each in records(folder / "whole") if "layers" in each]
-    sizes = [layer["output_rms"] for layer in first]
-    assert len(sizes) == 2 and min(sizes) > 0
-    assert not any("output_rms" in layer for layers in later for layer in layers)
-    line = f"RMS of the MoE layers' outputs at the start: {sum(sizes) / 2:.3g} "
-    assert line + f"({min(sizes):.3g} to {max(sizes):.3g})" in ended[0][1]
-    assert "at the start" not in ended[2][1]  # which continued
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another seed": (
         {"seed": 4},
@@ -111,18 +100,6 @@ def refused_here(cases: list[dict[str, Any]]) -> list[str]:
             pretrain_here([options])
         found.append(str(caught.value))
     return found
-
-
-def test_what_is_refused_is_said_in_a_line(runs: Any, tmp_path: Path) -> None:
-    folder, _ = runs
-    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole" / "trace"}
-    for number, (changes, words) in enumerate(REFUSED.values()):
-        case = options | {"save": tmp_path / str(number)} | changes
-        ((message,),) = run_distributed(1, refused_here, [case])
-        assert (
-            message.replace(str(folder / "whole" / "trace"), "FOLDER")
-            == f"--moe-router-replay {words}"
-        )
 
 
 def filled_here(options: dict[str, Any], steps: int) -> str:

@@ -12,8 +12,6 @@ import pytest
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
-from moe_parallel.platform.machine import PACKAGES
-from moe_parallel.training import starts
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
 from moe_parallel.training.run_config import run_config
 from moe_parallel.training.run_folder import fingerprint
@@ -41,33 +39,6 @@ def test_initial_weights_matter_where_a_number_follows_from_them(
 ) -> None:
     facts = fingerprint(make_config(VALID | options | {"init_method_std": 0.03}), 100, None)
     assert facts.get("--init-method-std") == (0.03 if shared else None)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / starts.STARTS_FILE).read_text().splitlines()]
-
-
-def test_the_launcher_keeps_its_command_for_the_ranks(tmp_path, monkeypatch):
-    monkeypatch.delenv(starts.COMMAND, raising=False)
-    starts.record_start(tmp_path, 1, None)
-    monkeypatch.setenv(starts.COMMAND, "")  # so that it is restored after the test
-    monkeypatch.delenv(starts.COMMAND)
-    starts.keep_command("pretrain_gpt_moe.py", ["--nproc-per-node", "2", "--save", "my run"])
-    starts.keep_command("pretrain_gpt_moe.py", ["--save", "my run"])  # a rank of that launcher
-    starts.record_start(tmp_path, 2, "my run")
-    library, launched = lines(tmp_path)
-    assert library["command"] is None
-    assert launched["command"] == ("python pretrain_gpt_moe.py --nproc-per-node 2 --save 'my run'")
-    assert (launched["ranks"], launched["load"]) == (2, "my run")
-    assert set(launched["versions"]) == {"python", "moe-parallel", *PACKAGES}
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    with pytest.raises(OSError):
-        starts.record_start(tmp_path / "gone", 1, None)
-
-
-UNSAVED = "--save is not set: neither checkpoints nor metrics will be written"
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +88,6 @@ def test_flags_win(run, tmp_path):
     )
 
 
-def test_a_file_wins(run, tmp_path):
-    file = tmp_path / "other.yaml"
-    file.write_text("num-layers: 3\n")
-    given = run_config(["--load", str(run), "--config", str(file)])
-    assert (given.config.model.num_layers, given.config.training.seed) == (3, 1234)
-    assert given.config.checkpoint.save is None and given.warnings == (UNSAVED,)
-
-
 def test_another_run_does_not_save_there(run):
     config = _config("--load", run, "--finetune", "--save-interval", "none")
     assert (config.checkpoint.save, config.training.seed) == (None, 7)
@@ -142,24 +105,6 @@ def test_a_checkpoint_that_lies_alone(run, tmp_path):
     assert config.training.seed == 7
     moved = shutil.copytree(run / "iter_0000002", tmp_path / "moved" / "iter_0000002")
     assert _config("--load", moved.parent).checkpoint.save == str(moved.parent)
-
-
-def test_what_cannot_be_loaded(run, tmp_path):
-    torn = shutil.copytree(run, tmp_path / "torn", symlinks=True)
-    (torn / "iter_0000002" / "config.yaml").unlink()
-    assert "the checkpoint is incomplete or damaged: config.yaml is missing" in _told(
-        "--load", torn / "iter_0000002"
-    )
-    (tmp_path / "empty").mkdir()
-    assert "no checkpoint here" in _told("--load", tmp_path / "empty")
-    assert "no checkpoint here" in _told("--load", tmp_path / "empty", "--save", tmp_path / "other")
-    assert "there is no such folder" in _told("--load", tmp_path / "none")
-
-
-def test_nothing_is_saved_without_save(tmp_path):
-    assert run_config([]).warnings == (UNSAVED,)
-    assert run_config(["--load", "none"]).warnings == (UNSAVED,)
-    assert run_config(["--save", str(tmp_path)]).warnings == ()
 
 
 def test_what_a_flag_leaves_out_is_a_warning(tmp_path):
@@ -236,16 +181,3 @@ def test_one_command_begins_and_goes_on(command):
     assert _iterations(save) == [1, 2, 3, 4]
     assert "4 iterations are done, and --train-iters is 4" in _start(command)
     assert _iterations(save) == [1, 2, 3, 4]
-
-
-def _first_start(command):
-    (end,) = pretrain_here([command])
-    return end
-
-
-def test_what_begins_says_so_on_two_ranks(command, tmp_path):
-    save = tmp_path / "other" / ".." / "run"  # the same folder by another name
-    (first, output), (second, _) = run_distributed(2, _first_start, command | {"save": save})
-    assert (first, second) == (0, 0)
-    assert f"no checkpoint in {command['load']} yet: the run begins there\n" in output
-    assert "going on" not in output

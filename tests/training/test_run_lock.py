@@ -4,7 +4,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import re
 import signal
 import socket
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from moe_parallel.errors import Busy, InputError
 from moe_parallel.training import run_lock
 from moe_parallel.training.run_lock import LOCK, locked_folder, patience
-from tests.program import SMALL, Program, flags, small_data
 
 
 @pytest.fixture(autouse=True)
@@ -113,18 +111,6 @@ def test_only_a_job_that_was_started_again_waits(environment, hang_timeout, seco
     assert patience(environment, hang_timeout) == seconds
 
 
-@pytest.mark.full
-def test_a_restarted_program_ends_with_code_75(tmp_path, other_run):
-    run = {"save": tmp_path / "run", "hang_timeout": 20}
-    restarted = {"SLURM_RESTART_COUNT": "1"}
-    command = flags(SMALL | small_data(tmp_path) | run)
-    with Program(tmp_path, 2, command, restarted) as job:
-        assert job.finish(120) == 75, job.output
-    lines = [line for line in job.output.splitlines() if "--save" in line]
-    assert len(lines) == 2 and "waiting" in lines[0] and lines[1].startswith("error: ")
-    assert "Traceback" not in job.output
-
-
 def test_a_killed_run_leaves_no_lock(tmp_path, other_run):
     process, _, pid = other_run
     os.kill(pid, signal.SIGKILL)
@@ -132,22 +118,6 @@ def test_a_killed_run_leaves_no_lock(tmp_path, other_run):
     assert (tmp_path / "run" / LOCK).exists()
     assert _take(tmp_path / "run") == []
     assert not (tmp_path / "run" / LOCK).exists()
-
-
-def test_a_run_that_was_refused_leaves_nothing(tmp_path):
-    folder = tmp_path / "a" / "run"
-    with pytest.raises(ZeroDivisionError), locked_folder(str(folder)):
-        assert re.fullmatch(r"process \d+ on \S+\n", (folder / LOCK).read_text())
-        raise ZeroDivisionError
-    assert not folder.exists()
-    folder.mkdir()
-    _take(folder)
-    assert folder.exists()  # it existed before
-
-
-def test_without_save_nothing_is_locked():
-    with locked_folder(None) as warnings:
-        assert warnings == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -175,18 +145,6 @@ def test_a_file_that_its_holder_removed_meanwhile_is_no_lock(tmp_path, monkeypat
     monkeypatch.setattr(fcntl, "flock", removed_before_the_first_lock)
     with locked_folder(str(tmp_path)):
         assert len(calls) == 2 and (tmp_path / LOCK).exists()
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--save \S+/file/run cannot be written \(.*\): name a"):
-        _take(tmp_path / "file" / "run")
-
-
-def test_a_pipe_as_lock_file_is_named(tmp_path):
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(InputError, match=rf"{LOCK}: File or stream is not seekable"):
-        _take(tmp_path)
 
 
 def test_a_link_as_lock_file_is_refused(tmp_path):

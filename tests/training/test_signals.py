@@ -10,7 +10,7 @@ from torch import distributed as dist
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, StopRequest
-from tests.program import SMALL, Ranks, Torchrun, flags, small_data
+from tests.program import SMALL, Ranks, flags, small_data
 from tests.tiers import rest_in_full
 
 
@@ -51,29 +51,6 @@ def test_one_rank_is_asked_to_stop(tmp_path, number):
     assert iterations == [1, 2, 3, 4, 5]
 
 
-def test_without_a_folder_nothing_is_saved(tmp_path):
-    arguments = flags(SMALL | small_data(tmp_path))
-    with Ranks(tmp_path, 1, _main_with_signal, signal.SIGTERM, 0, 2, arguments) as ranks:
-        assert ranks.finish() == [EXIT_INTERRUPTED]
-        last = ranks.output.splitlines()[-1]
-    assert last == "stopped by a signal after iteration 2; nothing was saved (no --save)"
-
-
-@pytest.mark.full
-def test_a_batch_system_stops_torchrun(tmp_path):
-    """SIGTERM goes to torchrun only, which passes it on to the ranks."""
-    save = tmp_path / "run"
-    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
-    with Torchrun(tmp_path, 2, flags(options)) as job:
-        job.wait_for("iteration      3")
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.finish() != 0
-        assert job.output.count("stopped by a signal after iteration") == 1
-    stopped = json.loads((save / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
-    assert (save / "latest_checkpointed_iteration.txt").read_text().split() == [str(stopped)]
-    assert (save / f"iter_{stopped:07d}").is_dir()
-
-
 @pytest.mark.full
 def test_torchrun_is_gone(tmp_path):
     """SIGUSR1 and SIGKILL end torchrun immediately; its ranks must not continue without it."""
@@ -84,21 +61,6 @@ def test_torchrun_is_gone(tmp_path):
         ranks.lose_store()
         assert ranks.finish() == [EXIT_INTERRUPTED] * 2
     assert len(list(save.glob("iter_*"))) == 1
-
-
-def _handlers():
-    return [signal.getsignal(number) for number in STOP_SIGNALS]
-
-
-def test_handlers_are_put_back():
-    before = _handlers()
-    with StopRequest().listening() as stop:
-        with stop.finishing(lambda: "after iteration 3"):
-            assert stop.signal is None
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.signal == signal.SIGUSR1
-        assert _handlers() != before
-    assert _handlers() == before
 
 
 def test_a_hangup_stops_unless_it_is_ignored():
@@ -112,18 +74,6 @@ def test_a_hangup_stops_unless_it_is_ignored():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_what_is_told_before_and_after_training():
-    with StopRequest().listening(), pytest.raises(Stopped, match="^stopped by SIGTERM before tr"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    with StopRequest().listening() as stop:
-        with stop.finishing(lambda: "after iteration 3; go on"):
-            stop.heed()
-        with pytest.raises(Stopped, match="^stopped by SIGINT after iteration 3; go on$") as caught:
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # once is enough
-    assert caught.value.began
 
 
 def test_a_signal_of_the_last_step_is_heeded_after_it():

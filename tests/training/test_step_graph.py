@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from moe_parallel.config import make_config, validate
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import language_model_loss, run_micro_batches
-from moe_parallel.training.standalone import evaluation_config, on_one_process
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
@@ -104,22 +102,12 @@ def test_a_replayed_step_is_the_same(tmp_path, name):
 
 REFUSED = {
     "tensor_model_parallel_size": {"tensor_model_parallel_size": 2},
-    "context_parallel_size": {"context_parallel_size": 2},
-    "pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
     "expert_model_parallel_size": {"expert_model_parallel_size": 2},
-    "overlap_grad_reduce": {"overlap_grad_reduce": True},
-    "recompute_granularity": {"recompute_granularity": "full"},
     "attention_backend": {"attention_backend": "local"},
-    "reset_attention_mask": {"reset_attention_mask": True},
     "fp8_format": {"fp8_format": "hybrid", "bf16": True, "hidden_size": 64, "ffn_hidden_size": 64},
     "expert_selection": {"expert_selection": "top_p"},
-    "free experts": {"moe_zero_experts": 1},
     "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
-    "moe_router_trace": {"moe_router_trace": "trace"},
     "moe_router_replay": {"moe_router_replay": "trace"},
-    "moe_erc_loss_coeff": {"moe_erc_loss_coeff": 0.1},
-    "moe_input_jitter_eps": {"moe_input_jitter_eps": 0.01},
-    "moe_backend": {"moe_backend": "reference"},
     "forced routing": {"moe_router_force_load_balancing": True},
 }
 
@@ -130,64 +118,6 @@ def test_what_the_host_does_in_each_step_is_refused(name):
     config = make_config(TINY | NATIVE | REFUSED[name] | GRAPH)
     with pytest.raises(InputError, match=f"^--cuda-graph-impl full_iteration is not for {told}"):
         validate(config, 2)
-
-
-def test_what_is_not_refused():
-    assert len(TRAINED) == 20
-    assert {"dense", "topk, padded capacity", "smear", "hash", "uoe", "corm"} <= TRAINED.keys()
-
-
-def _failures_of_recordings(path):
-    """During the recording Python asks for a number, or memory ends."""
-    found = []
-    for error in (None, torch.OutOfMemoryError("no memory")):
-        run = TinyRun(Layout(), path, options=NATIVE | GRAPH)
-        run.steps(2)
-        graph = run.engine._passes
-
-        def passes(batches, passes=graph._passes, error=error):
-            reported = passes(batches)
-            if error is not None:
-                raise error
-            return float(reported[0]["sums"].sum())
-
-        graph._passes = passes
-        try:
-            run.steps(1)
-        except Exception as raised:
-            found.append((type(raised).__name__, str(raised)))
-        run.close()
-    return found
-
-
-def _failures_in_the_stand_in(path):
-    with stand_in():
-        return _failures_of_recordings(path)
-
-
-def test_a_recording_that_fails_says_why(tmp_path):
-    ((of_number, of_memory),) = run_distributed(1, _failures_in_the_stand_in, tmp_path)
-    assert of_number[0] == "InputError" and "recorded (__float__() is not" in of_number[1]
-    assert of_memory == ("OutOfMemoryError", "no memory")
-
-
-def test_its_checkpoint_is_evaluated_on_any_device_in_any_layout(tmp_path):
-    file = tmp_path / "config.yaml"
-    options = TINY | NATIVE | GRAPH
-    file.write_text(json.dumps({name.replace("_", "-"): x for name, x in options.items()}))
-    with (
-        mock.patch("moe_parallel.training.standalone.find_checkpoint"),
-        mock.patch("moe_parallel.training.standalone.checked_file", lambda *_: file),
-    ):
-        evaluated = evaluation_config(["--tensor-model-parallel-size", "2"], "folder", 2)
-    alone = on_one_process(make_config(options))
-    validate(alone, 1)
-    skipping = {"skip_train": True, "load": "folder", "tensor_model_parallel_size": 2}
-    skipped = make_config(options | skipping)
-    validate(skipped, 2)
-    for config in (evaluated, alone, skipped):
-        assert not config.training.uses_cuda_graph
-    assert make_config(options).training.uses_cuda_graph
 
 
 def _says_on_a_cpu(path):

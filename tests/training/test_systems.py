@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.tiers import rest_in_full
 
 STEPS = 6
 RUN = SMALL | {"train_iters": STEPS, "lr_warmup_iters": 1, "lr": 2e-2}
-TOKENS = RUN["global_batch_size"] * RUN["seq_length"]
 #: Options that also depend on random numbers.
 CHANCE = {"topk": {"moe_input_jitter_eps": 0.1}, "smear": {"smear_expert_dropout": 0.3}}
 EVALUATIONS = {"aoe": {"eval_first_part": 7}}
@@ -185,29 +183,6 @@ def test_what_is_logged(runs, system):
         assert ("loss_after_first_part" in measures) == later
         for layer in measures["layers"]:  # a few steps may leave all tokens to free experts
             assert layer["experts_per_token"] > 0 or layer["free_share"] == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if "expert_choice" in name])
-def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(runs, system):
-    options = runs[system][0][0]
-    segments = system.startswith("segment")
-    for record in _records(options):
-        for layer in record.get("layers", []):
-            if not segments:  # each of 4 experts accepts half of the tokens, with the factor 2
-                assert layer["tokens_per_expert"] == [TOKENS // 2] * 4
-        for measures in record.get("validation", {}).values():
-            for layer in measures["layers"]:
-                assert layer["experts_per_token"] == 2
-
-
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
-def test_a_loss_that_is_no_likelihood_is_said_to_be_none_once(runs, system):
-    (warning,) = make_config(systems.options(system)).warnings or [None]
-    for _, printed in runs[system]:
-        warnings = re.findall(r"warning: (.*)\n", printed)
-        of_loss = [each for each in warnings if "time constant" not in each]
-        assert of_loss == ([] if warning is None else [warning])
 
 
 def test_every_system_is_here():

@@ -12,15 +12,11 @@ from moe_parallel.config import Config, parse_command_line
 from moe_parallel.data.corpus import DefaultCorpus
 from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.training.standalone import standalone_config
 from moe_parallel.training.text import (
-    OwnTokenizer,
-    names_tokenizer,
     open_text,
-    open_tokenizer,
     token_counts,
 )
-from tests.data.small_text import small_bpe, words, write_texts
+from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, flags, pretrain_here, small_data
 
@@ -43,40 +39,6 @@ def test_a_vocabulary_that_comes_out_smaller_is_told() -> None:
     (warning,) = text.warnings
     assert warning.startswith("--vocab-size 1000000: ") and "300 tokens" in warning
     assert open_text(parse_command_line(["--vocab-size", "300"])).warnings == ()
-
-
-@pytest.mark.usefixtures("corpus")
-def test_a_corpus_of_another_tokenizer_than_the_runs_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = parse_command_line(["--vocab-size", "300"])
-    for tokenizer, fits in ((small_bpe(), True), (train_byte_bpe(["other text"], 300), False)):
-        own = OwnTokenizer(tokenizer, None)
-        monkeypatch.setattr(
-            "moe_parallel.training.text.own_tokenizer", lambda *of, own=own, **how: own
-        )
-        if fits:
-            assert open_text(config).tokenizer.fingerprint == tokenizer.fingerprint
-            continue
-        with pytest.raises(InputError, match="has another tokenizer than --load was trained with"):
-            open_text(config)
-
-
-@pytest.mark.parametrize("flag", [None, "--reset-attention-mask", "--reset-position-ids"])
-def test_positions_restart_where_a_flag_asks_for_documents(
-    tmp_path: Path, flag: str | None
-) -> None:
-    tokenizer = small_bpe()
-    tokenizer.save(tmp_path / "tokenizer")
-    write_texts(tmp_path / "text", [words(5, seed) for seed in range(40)], tokenizer)
-    named = {"data-path": "text", "tokenizer-model": "tokenizer", "data-cache-path": "cache"}
-    line = [word for name, path in named.items() for word in (f"--{name}", str(tmp_path / path))]
-    line += ["--split", "9,1,0", "--seq-length", "64", *filter(None, [flag])]
-    config = parse_command_line(line)
-    datasets = open_text(config).datasets(config)
-    for sides in (datasets.train_domains, datasets.valid):
-        (dataset,) = sides.values()
-        assert (dataset[0]["position_ids"].max() < 63) == (flag is not None)
 
 
 SAMPLES = [{"tokens": torch.tensor(ids)} for ids in ([0, 1, 1], [1, 3, 0], [2, 2, 2], [1, 0, 3])]
@@ -148,9 +110,6 @@ def test_a_run_goes_on_with_its_own_tokenizer(
         remade = options | {"load": run.with_name("remade"), "save": run.with_name("remade")}
         [ends] = run_distributed(1, pretrain_here, [goes_on, again, remade])
         assert [losses(printed) for _, printed in ends] == [expected] * 3
-        for _, printed in ends:
-            warning = r"warning: --tokenizer-model \S+ is not the tokenizer any more that this run"
-            assert re.search(warning, printed)
         for name in ("run", "again", "remade"):
             copies = [run.with_name(name), *run.with_name(name).glob("iter_*")]
             for copy in copies:
@@ -169,32 +128,16 @@ def test_another_tokenizer_on_the_command_line_is_refused(
 ) -> None:
     run, options, _ = moved
     own = options | {"load": run}
-    assert open_text(config_of(own), tokenizer_given=True).warnings == ()
+    assert open_text(config_of(own)).warnings == ()
     other_bpe().save(run.with_name("other"))
     small_bpe().save(run.with_name("same"))
     same = own | {"tokenizer_model": run.with_name("same")}
-    assert open_text(config_of(same), tokenizer_given=True).warnings == ()
+    assert open_text(config_of(same)).warnings == ()
     other = own | {"tokenizer_model": run.with_name("other")}
-    for given in (False, True):  # as a value from a file, and as a flag
-        with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
-            open_text(config_of(other), tokenizer_given=given)
+    with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
+        open_text(config_of(other))
     with pytest.raises(InputError, match=r"no/such"):
         open_text(config_of(own | {"tokenizer_model": "no/such"}))
-
-
-def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
-    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, options, _ = moved
-    remade = run.with_name("remade")
-    other_bpe().save(remade)
-    config = config_of(options | {"load": run, "tokenizer_model": remade})
-    # As if the run had started with that path.
-    monkeypatch.setattr("moe_parallel.training.text._as_recorded", lambda *of: True)
-    (warning,) = open_text(config).warnings
-    assert f"{remade} is not the tokenizer any more" in warning
-    with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it"):
-        open_text(config, tokenizer_given=True)
 
 
 def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
@@ -212,19 +155,3 @@ def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
     (folder / "tokenizer.json").write_text("[" * size)
     with pytest.raises(InputError, match=r"its tokenizer cannot be used: .*not a tokenizer\.json"):
         open_text(config_of(options | {"load": run}))
-
-
-def test_tools_read_a_moved_run_without_its_data(
-    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, options, _ = moved
-    monkeypatch.chdir(run.parent)
-    shutil.rmtree(run.parent / "elsewhere")
-    config = standalone_config([], load="run")
-    assert open_tokenizer(config).fingerprint == small_bpe().fingerprint
-
-
-@pytest.mark.parametrize("word", ["--tokenizer-model", "--tokenizer_type=NullTokenizer"])
-def test_a_command_line_that_names_a_tokenizer(word: str) -> None:
-    assert names_tokenizer(["--lr", "1", word, "x"])
-    assert not names_tokenizer(["--lr", "1", "--vocab-size", "9"])

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_parallel.ops.bounded_experts import tokens_of_parts
 from moe_parallel.platform.cpu_host import HostEvent
 from moe_parallel.training.loop import Loop
 from tests import systems
@@ -192,20 +191,6 @@ def _waits_of_a_step(layout, options, path):
     return dict(waits.of)
 
 
-def _waits_and_parts_of_a_step(options, path):
-    """Of a layer within a budget: also into how many parts the tokens of all its calls are cut."""
-    cuts = []
-
-    def cut(*arguments):
-        cuts.append(tokens_of_parts(*arguments))
-        return cuts[-1]
-
-    with mock.patch("moe_parallel.ops.bounded_experts.tokens_of_parts", cut):
-        waits = _waits_of_a_step(Layout(), options, path)
-    in_step = cuts[len(cuts) // 2 :]  # after those of the first step
-    return waits, len(in_step), sum(map(len, in_step))
-
-
 def _waits_of_an_iteration(options):
     """Those of the third iteration of a run: its step, and what the loop does around it."""
     step, waits = Loop._step, Waits()
@@ -229,38 +214,6 @@ LOOP = NATIVE | {"exit_interval": 4, "log_interval": 10}
 def test_the_loop_adds_one_wait_to_a_step(tmp_path):
     (found,) = run_distributed(1, _waits_of_an_iteration, SMALL | small_data(tmp_path) | LOOP)
     assert found == LOSS | NORM | {"tolist in loop._agreed": 1}
-
-
-def _waits_of_a_trace_and_its_replay(options, path):
-    trace, replay = ({f"moe_router_{what}": path} for what in ("trace", "replay"))
-    return [_waits_of_an_iteration(options | each) for each in (trace, replay)]
-
-
-@pytest.mark.full
-def test_a_trace_adds_waits_and_its_replay_an_exchange(tmp_path):
-    options = SMALL | small_data(tmp_path) | LOOP
-    path = str(tmp_path / "trace")
-    (found,) = run_distributed(1, _waits_of_a_trace_and_its_replay, options, path)
-    layers = SMALL["num_layers"]
-    of_trace = {"cpu in router_trace.end_step": layers, "cpu in router_trace._append": 1}
-    for waits, of_files in zip(found, (of_trace, {}), strict=True):
-        # All ranks hear whether the trace could be written, or has their text.
-        exchange = {wait for wait in waits if wait.endswith("in collective_errors.exchange")}
-        assert 0 < sum(waits[wait] for wait in exchange) <= 5
-        of_others = {wait: number for wait, number in waits.items() if wait not in exchange}
-        assert of_others == LOSS | NORM | {"tolist in loop._agreed": 1} | of_files
-
-
-def test_a_budget_waits_for_the_sizes_of_parts_and_for_the_rows_of_each(tmp_path):
-    """Where the number of rows varies."""
-    options = systems.options("threshold") | BUDGET
-    ((found, cuts, parts),) = run_distributed(1, _waits_and_parts_of_a_step, options, tmp_path)
-    assert cuts == MOE_LAYERS * BATCH and parts > 2 * cuts
-    of_layers = _number_of_rows(BATCH)["routing_map in routing_map.routing_map"]
-    assert found == LOSS | NORM | {
-        "tolist in bounded_experts.tokens_of_parts": cuts,
-        "routing_map in routing_map.routing_map": of_layers + 2 * parts,
-    }
 
 
 QUICK = (
