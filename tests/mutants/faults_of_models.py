@@ -1,4 +1,4 @@
-"""Realistic faults of models in use: texts that are generated, and weights of Hugging Face."""
+"""Realistic faults of models in use: generated texts, weights and experts of Hugging Face."""
 
 from tests.mutants.fault import Fault
 
@@ -105,5 +105,20 @@ FAULTS_OF_MODELS = [
         '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values)',
         '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(scores)',
         ("tests/hf/test_modeling_moe_parallel.py", "tests/huggingface/test_export.py"),
+    ),
+    # transformers' experts.
+    Fault(
+        "experts of other ranks are computed by the last one here, and teach the router",
+        "moe_parallel/library/transformers_experts.py",
+        "masked_fill(experts_TK >= count, -1)",
+        "clamp(max=count - 1)",
+        ("tests/library/test_transformers_experts.py",),
+    ),
+    Fault(
+        "experts with a gate of their own are computed as SwiGLU",
+        "moe_parallel/library/transformers_experts.py",
+        "type(experts)._apply_gate is _default_apply_gate",
+        "callable(_default_apply_gate)",
+        ("tests/library/test_transformers_experts.py",),
     ),
 ]
