@@ -161,6 +161,20 @@ def test_gradients_lie_as_the_weights(family: str) -> None:
     assert all(gradient.is_contiguous() for gradient in gradients)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_frozen_weights(family: str) -> None:
+    """The gradients of x and the probs, as an adapter beside frozen experts needs them."""
+    (experts,) = experts_of(family)
+    inputs = torch.randn(T, D), *choices()
+    wanted = passes(experts, "eager", *inputs)[:3]
+    experts.requires_grad_(False)
+    experts.config._experts_implementation = OURS
+    x, chosen, probs = inputs[0].requires_grad_(), inputs[1], inputs[2].requires_grad_()
+    y = experts(x, chosen, probs)
+    dy = torch.linspace(-1, 1, y.numel()).view(y.shape)
+    assert_equal([y, *torch.autograd.grad(y, (x, probs), dy)], wanted)
+
+
 def small_model(kind: str) -> Any:
     import transformers
 
