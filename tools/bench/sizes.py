@@ -158,10 +158,10 @@ MODEL_SIZES: dict[str, tuple[ModelSize, ...]] = {
     GOALS: (_TWO_OF_1024, _ONE_OF_4096),
     # 0.56 B weights. All contenders of a row together need about 40 GB.
     GPU: (ModelSize(d=2048, n=64, K=8, f=512, S=2048, B=4, V=32000, readable_widths=True),),
-    # Layers enough that the vocabulary does not dominate: most of the time is the experts'.
+    # Layers enough, or a vocabulary so small, that most of the time is the experts'.
     OF_TRANSFORMERS: (
         ModelSize(layers=4, B=1),
-        ModelSize(layers=4, d=768, n=64, K=8, f=384, B=1),
+        ModelSize(d=768, n=64, K=8, f=384, B=1, V=4096),  # each contender's gradients are kept
     ),
     "sequence": tuple(replace(_ONE_OF_4096, S=512 << i) for i in range(5)),
     # Equal FLOPs: K experts of width f do the same work for a token.
