@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
@@ -204,7 +205,7 @@ class WeightGradient {
   WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
                  TransposedRows& memory, const std::optional<at::Tensor>& main = std::nullopt)
       : memory_(memory),
-        own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
+        own_(main ? w.new_empty({0}) : at::empty_like(w)),  // as w lies in memory
         sum_(main.value_or(own_)),
         adds_(main.has_value()) {
     if (adds_) {

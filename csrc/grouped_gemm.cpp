@@ -54,6 +54,9 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
 
 void grouped_outer_out(at::Tensor out, const at::Tensor& x, const at::Tensor& y,
                        const at::Tensor& counts, bool accumulate, TransposedRows& memory) {
+  if (out.stride(1) == 1 && out.stride(2) != 1) {
+    return grouped_outer_out(out.transpose(1, 2), y, x, counts, accumulate, memory);
+  }
 #ifdef MOE_PARALLEL_CUDA
   if (x.is_cuda() && grouped_outer_on_cuda(out, x, y, counts, accumulate)) return;
 #endif

@@ -27,11 +27,12 @@ bool is_fp32_by_onednn(const at::Tensor& a);
 // which is fp32 or bf16.
 bool multiplies_blocks_by_onednn(ScalarType type);
 
-// The number of rows of a product that oneDNN compiles for its sizes: a multiple of 8 up to 512,
-// and then one of 32 numbers for each doubling. With AMX, a multiple of 16, which are the rows of a
-// tile, up to 1,024.
+// The number of rows of a product that oneDNN compiles for its sizes: `rows` if they are fewer than
+// 8, as when text is generated; a multiple of 8 up to 512, and then one of 32 numbers for each
+// doubling. With AMX, 16, which are the rows of a tile, take the place of 8.
 inline int64_t rounded_rows(int64_t rows) {
   int64_t step = has_amx() ? 16 : 8;
+  if (rows < step) return rows;
   while (rows > 64 * step) step *= 2;
   return (rows + step - 1) / step * step;
 }

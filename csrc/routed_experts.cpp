@@ -4,6 +4,7 @@
 // rows of x are gathered again, and the outputs of the experts are not needed. If a main gradient
 // is given, the backward pass adds the weight's gradient to it instead of returning it. The forward
 // pass takes main gradients only because autograd saves what it is given for the backward pass.
+// Where the weights are frozen, their gradients keep what lies in their memory.
 #include <optional>
 #include <tuple>
 
@@ -58,7 +59,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
     const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w_gate_up,
     const at::Tensor& w_out, const at::Tensor& gate_up,
-    const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out) {
+    const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out,
+    bool frozen) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
   check_sizes("dy", dy, x.sizes());
@@ -95,9 +97,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     grouped_gemm_out(dh_rows, dy_rows, block.experts(w_out).transpose(1, 2), groups);
     swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows), gate, up,
                         block.rows(probs_of_rows));
-    dw_out.take(block, block.product(h_memory), dy_rows);
+    if (!frozen) dw_out.take(block, block.product(h_memory), dy_rows);
     d_gate_up = block.product(d_memory);
-    dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);
+    if (!frozen) dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
   return {map.sum_like(tokens, map.only_rows(dx)), map.values_by_choice(dprobs_of_rows),
@@ -115,6 +117,6 @@ MOE_PARALLEL_OPERATOR(
     "routed_experts_backward",
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor w_gate_up, Tensor w_out, Tensor gate_up, Tensor(a!)? main_gate_up, "
-    "Tensor(b!)? main_out) "
+    "Tensor(b!)? main_out, bool frozen) "
     "-> (Tensor dx, Tensor dprobs, Tensor dw_gate_up, Tensor dw_out)",
     moe_parallel::routed_experts_backward)

@@ -12,5 +12,6 @@ training loop.
 
 from moe_parallel.library.layers import AoE, MixtureOfExperts, RoutedMoE
 from moe_parallel.library.recording import record_routing
+from moe_parallel.library.transformers_experts import register_experts
 
-__all__ = ["AoE", "MixtureOfExperts", "RoutedMoE", "record_routing"]
+__all__ = ["AoE", "MixtureOfExperts", "RoutedMoE", "record_routing", "register_experts"]

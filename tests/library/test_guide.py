@@ -37,6 +37,29 @@ def test_a_router_instead() -> None:
     assert sum(losses[-10:]) / 10 < losses[0] - 2
 
 
+def test_experts_of_a_model_of_transformers(tmp_path: Path) -> None:
+    """The passage on transformers, for a small model on disk instead of a large one of the hub."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 60}
+    small = OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, num_experts_per_tok=2, eos_token_id=1))
+    small.save_pretrained(tmp_path)
+    passage = GUIDE.split("## The experts of transformers' models")[1].split("## ")[0]
+    code = textwrap.dedent("".join(re.findall(r"^    .*\n|^\n", passage, re.MULTILINE)))
+    model = run(code.replace("allenai/OLMoE-1B-7B-0924", str(tmp_path)))["model"]
+    assert model.config._experts_implementation == "moe_parallel"
+    tokens = torch.arange(50).view(2, 25)
+    small.set_experts_implementation("eager")
+    losses = [each(input_ids=tokens, labels=tokens).loss for each in (model, small)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for ours, wanted in zip(model.parameters(), small.parameters(), strict=True):
+        scale = float(wanted.grad.abs().max())
+        torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-5, atol=1e-5 * scale)
+
+
 def test_weights_of_a_training_model() -> None:
     """The passage on weights, for a model with initial weights instead of those of a run."""
     passage = GUIDE.split("## Weights of a training run")[1].split("## Commands")[0]

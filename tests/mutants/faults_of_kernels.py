@@ -77,6 +77,13 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
+        "C++: a gradient lies otherwise than its weight, so autograd copies it",
+        "csrc/expert_rows.h",
+        "at::empty_like(w)),",
+        "w.new_empty(w.sizes())),",
+        ("tests/library/test_transformers_experts.py",),
+    ),
+    Fault(
         "C++: the gradient of W_down is rounded after each tile of tokens",
         "csrc/norm_topk.cpp",
         "w.options().dtype(sum_type_of(w))",

@@ -1,4 +1,4 @@
-"""Realistic faults of models in use: texts that are generated, and weights of Hugging Face."""
+"""Realistic faults of models in use: generated texts, weights and experts of Hugging Face."""
 
 from tests.mutants.fault import Fault
 
@@ -142,5 +142,20 @@ FAULTS_OF_MODELS = [
         "path.is_symlink() or not path.is_file()",
         "not path.is_file()",
         ("tests/megatron_checkpoint/test_bad_input.py",),
+    ),
+    # transformers' experts.
+    Fault(
+        "experts of other ranks are computed by the last one here, and teach the router",
+        "moe_parallel/library/transformers_experts.py",
+        "masked_fill(experts_TK >= count, -1)",
+        "clamp(max=count - 1)",
+        ("tests/library/test_transformers_experts.py",),
+    ),
+    Fault(
+        "experts with a gate of their own are computed as SwiGLU",
+        "moe_parallel/library/transformers_experts.py",
+        "type(experts)._apply_gate is _default_apply_gate",
+        "callable(_default_apply_gate)",
+        ("tests/library/test_transformers_experts.py",),
     ),
 ]

@@ -76,7 +76,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "routed_experts": (tensor(3, 5), *experts, *routed, None, None),
         "routed_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
-            *(main(3, 5, 4), main(3, 2, 5)),
+            *(main(3, 5, 4), main(3, 2, 5), False),
         ),
         "autonomous_experts": (
             *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, *(None,) * 5, True),

@@ -18,7 +18,13 @@ from tests.tools.running import run_tool_forked
 from tools.bench import models
 from tools.bench.models import main
 from tools.bench.sizes import SMALL, ModelSize
-from tools.bench.whole_models import BENCHES, ModelTerms, hugging_face_model, number_of_weights
+from tools.bench.whole_models import (
+    BENCHES,
+    ModelTerms,
+    hugging_face_model,
+    number_of_weights,
+    of_transformers,
+)
 
 SIZES = {
     "few experts": ModelSize(d=128, n=4, f=64, S=32, V=96),
@@ -104,6 +110,15 @@ def test_a_model_and_its_tokens_are_on_the_device() -> None:
     assert [gradient.is_meta for gradient in model.upstream] == [True]
 
 
+def test_a_model_of_transformers_takes_turns_with_its_experts() -> None:
+    bench = of_transformers(ModelTerms(SIZES["few experts"], torch.float32, None))
+    assert [each.name for each in bench.ours] == ["HF Mixtral moe_parallel"]
+    peers = {each.name.split()[-1]: each for each in bench.peers}
+    assert {"eager", "grouped_mm", "batched_mm"} < set(peers) and "moe_parallel" not in peers
+    ours, *others = ((one.forward()[0].item()) for one in (*bench.ours, peers["eager"]))
+    assert others == pytest.approx([ours], rel=1e-5)
+
+
 @pytest.mark.full
 def test_the_program(tmp_path: Path) -> None:
     path = tmp_path / "models.json"
@@ -122,7 +137,7 @@ def test_the_program(tmp_path: Path) -> None:
     [
         (
             ["--sizes", "large"],
-            "--sizes 'large' is unknown: choose from small, goals, gpu, sequence",
+            "--sizes 'large' is unknown: choose from small, goals, gpu, transformers",
         ),
         (["--dtype", "float16"], "--dtype 'float16' is unknown: choose from float32, bfloat16"),
         (["--turns", "0"], "--turns is 0: it must be at least 1"),

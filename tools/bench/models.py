@@ -3,6 +3,7 @@
     make bench ARGS="--models"                                  # a look, in about a minute
     make bench ARGS="--models --sizes goals --json models.json" # the sizes of docs/performance
     python tools/bench/models.py --sizes sequence,experts,micro-batch
+    python tools/bench/models.py --sizes transformers           # our experts in their models
     python tools/bench/models.py --device cuda --sizes gpu      # on a GPU of 80 GB
 
 On a CPU, it uses one thread and process CPU time; on a GPU, CUDA events. All models have the same

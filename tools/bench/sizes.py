@@ -1,7 +1,7 @@
 """The measured sizes: `small` for a quick check, `goals` for docs/performance, `erc` for the
 layer in which the paper of the coupling loss reports what AoE costs (docs/papers.md).
 
-Of whole models: `small`, `goals`, `gpu`, and three curves."""
+Of whole models: `small`, `goals`, `gpu`, `transformers`, and three curves."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ModelSize:
         )
 
 
-GPU = "gpu"
+GPU, OF_TRANSFORMERS = "gpu", "transformers"
 
 _TWO_OF_1024 = ModelSize()
 _ONE_OF_4096 = ModelSize(layers=1, B=1, S=4096)
@@ -158,6 +158,11 @@ MODEL_SIZES: dict[str, tuple[ModelSize, ...]] = {
     GOALS: (_TWO_OF_1024, _ONE_OF_4096),
     # 0.56 B weights. All contenders of a row together need about 40 GB.
     GPU: (ModelSize(d=2048, n=64, K=8, f=512, S=2048, B=4, V=32000, readable_widths=True),),
+    # Layers enough, or a vocabulary so small, that most of the time is the experts'.
+    OF_TRANSFORMERS: (
+        ModelSize(layers=4, B=1),
+        ModelSize(d=768, n=64, K=8, f=384, B=1, V=4096),  # each contender's gradients are kept
+    ),
     "sequence": tuple(replace(_ONE_OF_4096, S=512 << i) for i in range(5)),
     # Equal FLOPs: K experts of width f do the same work for a token.
     "experts": tuple(replace(_TWO_OF_1024, n=8 << i, K=1 << i, f=1024 >> i) for i in range(5)),

@@ -2,14 +2,14 @@
 
 Ours as `pretrain_gpt_moe.py` trains them, by their command lines; Megatron-Core's own GPTModel with
 its MoELayer, without Transformer Engine; and Hugging Face's Mixtral, or Qwen3-MoE from 16 experts
-on, with sdpa and each of its experts.
+on, with sdpa and each of its experts, of which ours may be one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from moe_parallel import register_experts
 from moe_parallel.config import parse_command_line, validate
 from moe_parallel.config.selection import aoe_wide_size
 from moe_parallel.model.forward import language_model_loss
@@ -39,12 +40,13 @@ from tools.bench.measurement import (
     Moved,
     invite,
 )
-from tools.bench.peers.huggingface import FINE_GRAINED, model_of
+from tools.bench.peers.huggingface import FINE_GRAINED, check_memory, model_of
 from tools.bench.peers.megatron import moe_config
-from tools.bench.sizes import GOALS, GPU, SMALL, ModelSize
+from tools.bench.sizes import GOALS, GPU, OF_TRANSFORMERS, SMALL, ModelSize
 
 STOCK = "Megatron GPTModel"
 IMPLEMENTATIONS = ("grouped_mm", "eager")
+EXPERTS = "moe_parallel"  # ours, among those of transformers
 NO_LOSSES = ["--moe-aux-loss-coeff", "0"]
 BY_BIAS = [*NO_LOSSES, "--moe-router-enable-expert-bias", "true"]
 LOW_RANK = 64
@@ -234,16 +236,17 @@ def name_of(terms: ModelTerms, implementation: str) -> str:
     return f"{model_of(terms.size.n)} {implementation}"
 
 
-def hugging_face_model(terms: ModelTerms, implementation: str) -> BenchContender:
-    with torch.device(terms.device):
-        model = _model(terms, implementation).to(terms.dtype)
-    model.train()
+def hugging_face_model(terms: ModelTerms, implementation: str, model: Any = None) -> BenchContender:
+    """`model`: one that takes turns in using several implementations; None: its own."""
+    if model is None:
+        model = _model(terms, implementation)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     batches = terms.batches()
 
     def loss() -> Tensor:
         tokens_BS, _ = next(batches)
+        model.set_experts_implementation(implementation)
         # The model shifts the labels itself, so it predicts one token less of each sequence.
         found: Tensor = model(input_ids=tokens_BS, labels=tokens_BS).loss
         return found
@@ -256,7 +259,11 @@ def hugging_face_model(terms: ModelTerms, implementation: str) -> BenchContender
 
 
 def _model(terms: ModelTerms, implementation: str) -> Any:
-    size = terms.size
+    with torch.device(terms.device):
+        return _built(terms.size, implementation).to(terms.dtype).train()
+
+
+def _built(size: ModelSize, implementation: str) -> Any:
     common = {
         "num_hidden_layers": size.layers,
         "hidden_size": size.d,
@@ -308,6 +315,25 @@ def curve(terms: ModelTerms) -> Bench:
     return _bench("model", terms, ours, peers)
 
 
+def of_transformers(terms: ModelTerms) -> Bench:
+    """A model of transformers with our experts, and with each of its own."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    own = ["eager", *sorted({*ALL_EXPERTS_FUNCTIONS.valid_keys()} - {EXPERTS})]
+    register_experts()
+    size, model = terms.size, _model(terms, EXPERTS)
+    expert_bytes = 3 * size.d * size.f * terms.dtype.itemsize
+
+    def peer(implementation: str) -> BenchContender:
+        check_memory(implementation, size.tokens * size.K, expert_bytes, terms.device)
+        return hugging_face_model(terms, implementation, model)
+
+    peers = [invite(name_of(terms, each), partial(peer, each)) for each in own]
+    ours = [hugging_face_model(terms, EXPERTS, model)]
+    bench = _bench("model of transformers", terms, ours, peers)
+    return replace(bench, measures=bench.measures[:2])  # not the optimizer, which is the same
+
+
 _GATE = ("--aoe-recompute-gate", "false")
 
 
@@ -339,7 +365,8 @@ _EVERY = [against_others, aoe_with_losses, aoe_by_bias]
 BENCHES: dict[str, list[Callable[[ModelTerms], Bench]]] = {
     SMALL: _EVERY,
     GOALS: _EVERY,
-    GPU: _EVERY,
+    GPU: [*_EVERY, of_transformers],
+    OF_TRANSFORMERS: [of_transformers],
     "sequence": [curve],
     "experts": [curve],
     "micro-batch": [curve],

@@ -34,8 +34,15 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _grouped_gemm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, w, counts = ctx.saved_tensors
     dx = _ops.grouped_gemm(dy, w.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-    dw = _ops.grouped_outer(x, dy, counts) if ctx.needs_input_grad[1] else None
+    dw = _outer_like(w, x, dy, counts) if ctx.needs_input_grad[1] else None
     return dx, dw, None
+
+
+def _outer_like(w: Tensor, x: Tensor, dy: Tensor, counts: Tensor) -> Tensor:
+    """The gradient of w as w lies in memory; w may be a transposed view."""
+    if w.stride(1) == 1 and w.stride(2) != 1:
+        return _ops.grouped_outer(dy, x, counts).transpose(1, 2)
+    return _ops.grouped_outer(x, dy, counts)
 
 
 def _grouped_outer_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
 def own_gradient(w: Tensor, main: Tensor | None) -> Tensor:
-    """A tensor of the shape that the C++ operator returns for `w`: empty if `main` is given."""
-    return w.new_empty(w.shape if main is None else (0,))
+    """A tensor like the one that the C++ operator returns for `w`: empty if `main` is given."""
+    return torch.empty_like(w) if main is None else w.new_empty(0)
 
 
 def gradients_not_added(

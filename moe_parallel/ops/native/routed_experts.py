@@ -67,8 +67,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 9
-    dx, dprobs, *dw = _ops.routed_experts_backward(dy, *ctx.saved_tensors, *ctx.main_gradients)
-    return dx, dprobs, None, None, None, *gradients_not_added(dw, ctx.main_gradients), None, None
+    frozen = not any(ctx.needs_input_grad[5:7])
+    dx, dprobs, *dw = _ops.routed_experts_backward(
+        dy, *ctx.saved_tensors, *ctx.main_gradients, frozen
+    )
+    of_weights = (None, None) if frozen else gradients_not_added(dw, ctx.main_gradients)
+    return dx, dprobs, None, None, None, *of_weights, None, None
 
 
 torch.library.register_autograd("moe_parallel::routed_experts", _backward, setup_context=_save)

@@ -33,8 +33,8 @@ def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
 
 
 def _peer(name: str, implementation: str, layer: RoutedLayerWork) -> BenchContender:
-    if implementation == "batched_mm":
-        _check_memory(layer)
+    weights = layer.linear_gate_up_E2FD.nbytes + layer.linear_out_EDF.nbytes
+    check_memory(implementation, layer.size.rows, weights // layer.size.n, layer.x_TD.device.type)
     with torch.device("meta"):
         experts, probs_dtype = _experts(implementation, layer)
     experts.gate_up_proj = torch.nn.Parameter(layer.linear_gate_up_E2FD.detach())
@@ -70,11 +70,12 @@ def _experts(implementation: str, layer: RoutedLayerWork) -> tuple[torch.nn.Modu
     return mixtral.MixtralExperts(config), torch.float32
 
 
-def _check_memory(layer: RoutedLayerWork) -> None:
+def check_memory(implementation: str, rows: int, expert_bytes: int, device: str) -> None:
     """Check the memory for batched_mm, which copies the weights and their gradients per row."""
-    weights = (layer.linear_gate_up_E2FD.nbytes + layer.linear_out_EDF.nbytes) // layer.size.n
-    needed = 2 * layer.size.rows * weights
-    if layer.x_TD.is_cuda:
+    if implementation != "batched_mm":
+        return
+    needed = 2 * rows * expert_bytes
+    if device == "cuda":
         available, _ = torch.cuda.mem_get_info()
     else:
         available = psutil.virtual_memory().available
