@@ -25,6 +25,7 @@ PROGRAMS = {
             "generate",
             "import_hf",
             "inspect_data",
+            "megatron_checkpoint",
             "order_by_similarity",
             "plan",
             "prepare_data_cache",

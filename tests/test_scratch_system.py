@@ -33,8 +33,8 @@ from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
 from moe_parallel.errors import InputError
 from moe_parallel.layers import RoutedLayer, Rules, System, register
-from moe_parallel.selection import rules
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.rules import raw_probability
 from moe_parallel.selection.topk import TopK
 
 
@@ -76,7 +76,7 @@ class Window:
 
 def rules(selection):
     window = Window(selection.window_size)
-    whole = TopK(1, rules.raw_probability)
+    whole = TopK(1, raw_probability)
     return Rules(window, window if selection.window_in_evaluation else whole)
 
 
