@@ -1,7 +1,6 @@
 """experts_implementation="moe_parallel" equals "eager", transformers' own loop over the experts."""
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ from tests.tiers import rest_in_full
 
 T, K, E, D, F = 19, 3, 7, 16, 24
 OURS = "moe_parallel"
-MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"
+transformers = pytest.importorskip(
+    "transformers", reason="transformers: pip install -e '.[huggingface]'"
+)
+MODELS = Path(transformers.__file__).parent / "models"
 FAMILIES = sorted(
     path.parent.name
     for path in MODELS.glob("*/modeling_*.py")
