@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +38,6 @@ class CheckedImport:
 
 class StoredModel(Protocol):
     """The tensors of another library's model."""
-
-    not_finite: set[str]  # of the tensors that were read
 
     @property
     def nbytes(self) -> int:
@@ -146,22 +144,31 @@ def import_tensors(
 ) -> Imported:
     """Write the run folder `output`, which appears under this name when it is complete.
 
-    `advance` is called with the size in bytes of each part that was read. Raises InputError.
+    `advance` is called with the size in bytes of each tensor that was read. Raises InputError.
     """
     tensors.check(plan.places())
     dtypes = _dtypes(plan, tensors)
+    not_finite: set[str] = set()
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors.read(name)
+        if not tensor.isfinite().all():
+            not_finite.add(name)
+        advance(tensor.nbytes)
+        return tensor
+
     with new_folder(output, tensors.nbytes) as building:
         write_run_files(building, plan.config, plan.tokenizer)
         checkpoint = write_weights(
             CheckpointFolder(building),
-            _parts(plan, tensors, dtypes, advance),
+            _parts(plan, dtypes, read),
             fingerprint(plan.config, plan.vocab_size, plan.tokenizer),
             stored_files(building, plan.config),
         )
     sizes = [math.prod(shape) for place in plan.places() for shape in place.shapes]
     names = tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
     checkpoint = output / checkpoint.name
-    return Imported(checkpoint, len(sizes), sum(sizes), names, tuple(sorted(tensors.not_finite)))
+    return Imported(checkpoint, len(sizes), sum(sizes), names, tuple(sorted(not_finite)))
 
 
 def _check_unchanged(source: Path, own: Config, config: Config, vocab_size: int) -> None:
@@ -185,11 +192,13 @@ def _dtypes(plan: CheckedImport, tensors: StoredModel) -> dict[str, torch.dtype]
 
 
 def _parts(
-    plan: CheckedImport,
-    tensors: StoredModel,
-    dtypes: dict[str, torch.dtype],
-    advance: Callable[[int], object],
+    plan: CheckedImport, dtypes: dict[str, torch.dtype], read: Callable[[str], torch.Tensor]
 ) -> Iterator[StoredPart]:
+    """Our tensors, each made of theirs when it is written."""
+
+    def joined(place: TensorPlace) -> torch.Tensor:
+        return place.form.join([read(name) for name in place.names])
+
     for place in plan.places():
         yield StoredPart(
             place.key,
@@ -197,19 +206,8 @@ def _parts(
             place.offset,
             place.sizes,
             dtypes[place.key],
-            _reader(place, tensors, advance),
+            partial(joined, place),
         )
-
-
-def _reader(
-    place: TensorPlace, tensors: StoredModel, advance: Callable[[int], object]
-) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        theirs = [tensors.read(name) for name in place.names]
-        advance(sum(tensor.nbytes for tensor in theirs))
-        return place.form.join(theirs)
-
-    return read
 
 
 def import_summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:

@@ -62,7 +62,6 @@ class TensorFolder:
         other types than floating-point numbers of 16 or 32 bits.
         """
         self.folder = folder
-        self.not_finite: set[str] = set()  # of the tensors that were read
         files, indexed = _files(folder)
         with ExitStack() as stack:
             self._files = {file: stack.enter_context(_opened(folder / file)) for file in files}
@@ -97,8 +96,6 @@ class TensorFolder:
             tensor: torch.Tensor = self._files[file].get_tensor(name)
         except Exception as error:  # the library's own class is not one of a kind
             raise InputError(f"{self.folder / file}: {name} cannot be read ({error})") from None
-        if not tensor.isfinite().all():
-            self.not_finite.add(name)
         return tensor
 
     def check(self, places: Iterable[TensorPlace]) -> None:

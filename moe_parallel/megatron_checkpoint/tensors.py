@@ -151,7 +151,6 @@ class StoredTensors:
     def __init__(self, folder: Path, index: Metadata, config: Config) -> None:
         """The checkpoint in `folder`, of a model with the sizes of `config`."""
         self.folder = folder
-        self.not_finite: set[str] = set()  # of the tensors that were read
         self._index, self._config = index, config
         self._entries = tensor_entries(index)
         self._used: set[str] = set()
@@ -168,12 +167,9 @@ class StoredTensors:
     def read(self, name: str) -> torch.Tensor:
         """A tensor, of its own dtype. Raises InputError."""
         try:
-            tensor = self._tensor(name, self._read)
+            return self._tensor(name, self._read)
         except StorageError as error:
             raise InputError(f"--input {self.folder}: {name} cannot be read ({error})") from None
-        if not tensor.isfinite().all():
-            self.not_finite.add(name)
-        return tensor
 
     def check(self, wanted: Iterator[TensorPlace]) -> None:
         """Compare the tensors with those that a model needs.

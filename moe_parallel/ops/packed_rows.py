@@ -82,11 +82,8 @@ def pack_rows(
 
     row_map: of the first result of `visits`.
     """
-    shards, places = (
-        numbers_TC.shape[1] // probs_TK.shape[1],
-        places_of(probs_TK.shape[1], experts_there),
-    )
-    slots_N = row_map.slots_N
+    choices, slots_N = probs_TK.shape[1], row_map.slots_N
+    shards, places = numbers_TC.shape[1] // choices, places_of(choices, experts_there)
     token_N = slots_N.div(numbers_TC.shape[1], rounding_mode="floor")  # -1 stays -1
     numbers_NC = functional.pad(numbers_TC, (0, 0, 0, 1), value=-1)[token_N]
     to_NC = numbers_NC.div(experts_there, rounding_mode="floor")

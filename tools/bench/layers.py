@@ -33,7 +33,6 @@ TWIN = "our routed layer"
 FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
 FULL_KEPT_WITH_G = "ours, full, kept with G"
 SELECTED, SELECTED_WITH_G = "ours, selected", "ours, selected, G kept"
-AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED)
 # Numbers. With the 226 million of the size `erc`, the record of memory filled a host of 24 GiB.
 MOST_WEIGHTS_OF_COMPOSITION = 100_000_000
 
