@@ -22,7 +22,7 @@ def _tool(*words: object) -> str:
 
 
 def _converted(run, aoe, options):
-    done = convert_here(run, aoe, "aoe", options, {"rank": 24, "ranking_columns": 2}, samples=8)
+    done = convert_here(run, aoe, "aoe", options, rank=24, samples=8)
     return len(done.layers)
 
 
