@@ -73,7 +73,7 @@ test: set-up ## run the quick tier of the tests (about 5 minutes on 2 cores)
 test-full: set-up ## run every test with all its combinations, and the long runs
 	@$(PYTEST) --dist worksteal --full $(ARGS)
 
-test-cluster: set-up ## run the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 20 to 32 minutes)
+test-cluster: set-up ## run the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 15 to 32 minutes)
 	@$(RUN) python -m pytest -n $(CLUSTERS) --dist worksteal --cluster --full tests/cluster $(ARGS)
 
 bench-program = $(if $(findstring --routing,$(ARGS)),routing,$(if $(findstring --models,$(ARGS)),models,run))
