@@ -88,7 +88,7 @@ class ExpertRows {
 
   // The blocks of rows to compute. On the CPU there is one block per expert, so that the
   // intermediate results stay in the caches and their memory is reused. On CUDA one block has all
-  // experts, because the host does not know the counts.
+  // experts, because the host does not know the counts. Rows of no expert are not computed.
   const std::vector<RowBlock>& blocks() const { return blocks_; }
 
   // Scratch memory for the rows of one block at a time.
@@ -164,11 +164,12 @@ class ExpertRows {
   }
 
   void add_blocks(const at::Tensor& x, const at::Tensor& counts) {
-    const int64_t experts = counts.size(0);
+    const int64_t experts = counts.size(0), all_rows = counts.sum().item<int64_t>();
     const bool rounds = is_compiled_for_its_sizes(x);
     int64_t first = 0;
     for (int64_t e = 0; e < experts; ++e) {
-      const int64_t rows = counts.const_data_ptr<int64_t>()[e], parts = parts_of(rows, x, experts);
+      const int64_t rows = counts.const_data_ptr<int64_t>()[e];
+      const int64_t parts = parts_of(rows, all_rows, x, experts);
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t own = rows / parts + (part < rows % parts);
         const int64_t of_products = rounds ? rounded_rows(own) : own;
@@ -183,10 +184,10 @@ class ExpertRows {
   // Scratch memory is as large as the largest block, so an expert with more than twice its share of
   // the rows is computed in parts. In 16 bits they are few, because each one rounds the sum of the
   // weight gradients once more, unless main gradients take it.
-  int64_t parts_of(int64_t rows, const at::Tensor& x, int64_t experts) const {
+  static int64_t parts_of(int64_t rows, int64_t all_rows, const at::Tensor& x, int64_t experts) {
     constexpr int64_t kLeastRows = 512;  // fewer would slow the products down
     constexpr int64_t kMostParts = 4;    // in 16 bits
-    const int64_t most_rows = std::max(kLeastRows, 2 * size() / std::max<int64_t>(experts, 1));
+    const int64_t most_rows = std::max(kLeastRows, 2 * all_rows / std::max<int64_t>(experts, 1));
     const int64_t parts = (rows + most_rows - 1) / most_rows;
     return x.element_size() < 4 ? std::min(parts, kMostParts) : parts;
   }

@@ -28,11 +28,12 @@ void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
     const at::Tensor& experts, int64_t num_experts, std::optional<int64_t> pad_rows_per_expert,
-    std::optional<int64_t> num_rows) {
+    std::optional<int64_t> num_rows, std::optional<int64_t> max_rows) {
   check_index("experts", experts, 2);
   TORCH_CHECK_VALUE(num_experts >= 0, "num_experts must not be negative: ", num_experts);
   TORCH_CHECK_VALUE(!pad_rows_per_expert || *pad_rows_per_expert >= 0,
                     "pad_rows_per_expert must not be negative: ", *pad_rows_per_expert);
+  TORCH_CHECK_VALUE(!max_rows || *max_rows >= 0, "max_rows must not be negative: ", *max_rows);
   const auto experts_2d = experts.contiguous();
   const int64_t choices = experts.numel();
   const auto chunk_counts = count_in_chunks(experts_2d, num_experts);
@@ -52,8 +53,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
                            .first_row = first_row.mutable_data_ptr<int64_t>(),
                            .num_experts = num_experts,
                            .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
+                           .max_rows = max_rows.value_or(choices),
                            .chunks = chunks});
   const int64_t all_rows = pad_rows_per_expert ? num_experts * *pad_rows_per_expert
+                           : max_rows          ? *max_rows
                            : num_rows          ? *num_rows
                                                : counts.sum().item<int64_t>();
 
@@ -76,5 +79,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
 
 MOE_PARALLEL_OPERATOR("routing_map",
                       "(Tensor experts, SymInt num_experts, SymInt? pad_rows_per_expert, "
-                      "SymInt? num_rows) -> (Tensor slots, Tensor rows, Tensor counts)",
+                      "SymInt? num_rows, SymInt? max_rows) -> (Tensor slots, Tensor rows, Tensor counts)",
                       moe_parallel::routing_map)

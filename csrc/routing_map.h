@@ -31,6 +31,7 @@ struct FindRows {
   int64_t* first_row;           // [num_experts, chunks]
   int64_t num_experts;
   int64_t pad_rows_per_expert;  // negative: no padding
+  int64_t max_rows;             // of all experts without padding; what is beyond has no row
   int64_t chunks;
 };
 

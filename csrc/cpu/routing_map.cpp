@@ -1,5 +1,6 @@
 #include "../routing_map.h"
 
+#include <algorithm>
 #include <vector>
 
 // Each task is one pass over a few bytes per token, which threads would not make faster.
@@ -22,7 +23,7 @@ void run_on_cpu(const FindRows& task) {
       task.first_row[i] = row;
       row += task.chunk_counts[i];
     }
-    const int64_t chosen = row - first_row_of_expert;
+    const int64_t chosen = std::min(row, task.max_rows) - first_row_of_expert;
     task.counts[expert] = task.pad_rows_per_expert < 0 ? chosen : task.pad_rows_per_expert;
     first_row_of_expert += task.counts[expert];
   }
@@ -34,6 +35,7 @@ void run_on_cpu(const PlaceChoices& task) {
     const int64_t expert = task.experts[choice];
     if (expert < 0) continue;
     const int64_t row = next_row[expert * task.chunks + choice / task.chunk_size]++;
+    if (row >= task.num_rows) continue;
     task.slots[row] = choice;
     task.rows[choice] = row;
   }

@@ -108,7 +108,8 @@ __global__ void find_rows(FindRows task) {
       row += __shfl_sync(kAllLanes, through, kWarp - 1);
     }
     if (lane_index() > 0) continue;
-    task.counts[expert] = is_padded ? task.pad_rows_per_expert : row - first_row_of_expert;
+    const int64_t placed = min(row, task.max_rows) - min(first_row_of_expert, task.max_rows);
+    task.counts[expert] = is_padded ? task.pad_rows_per_expert : placed;
   }
 }
 

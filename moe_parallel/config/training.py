@@ -255,6 +255,7 @@ _OF_THE_HOST = {
     "moe_router_replay": "the choices of each step are read from a file",
     "moe_erc_loss_coeff": "a generator of random numbers is seeded in each step",
     "moe_input_jitter_eps": "the state of random numbers is set in each step",
+    "smear_expert_dropout": "the state of random numbers is set in each step",
 }
 
 
@@ -308,17 +309,13 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _obstacles_of_experts(config: Config, selection: Any) -> Iterator[tuple[str, str]]:
-    varies = "the number of rows of the experts varies, and the host reads it"
-    if selection.choices_per_token is None:
-        yield f"--expert-selection {selection.system}", varies
-    if selection.free_experts:
-        yield "free experts", varies
     moe = config.moe
-    if moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity:
+    drops = moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity
+    rows_vary = selection.choices_per_token is None or selection.free_experts or drops
+    if moe.moe_activation_budget is not None and rows_vary and not selection.merges:
         yield (
-            f"{_told(moe, 'moe_expert_capacity_factor')} without "
-            "--moe-pad-expert-input-to-capacity",
-            varies,
+            _told(moe, "moe_activation_budget"),
+            "the host divides a number of rows that varies among parts",
         )
     if moe.moe_backend == "reference" and not selection.merges:
         yield _told(moe, "moe_backend"), "the host reads the number of rows of each expert"

@@ -81,7 +81,11 @@ class LocalDispatcher:
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[None]:
         row_map = self.ops.routing_map(
-            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.number
+            choices.experts_TK,
+            self.num_experts,
+            pad_rows_per_expert,
+            choices.number,
+            choices.max_rows,
         )
         return Dispatched(
             x_TD,

@@ -161,7 +161,14 @@ class AutonomousLayer(DispatchedLayer):
             keep: Keep = "nothing" if self.recompute_scores else "all"
             scores = norm_topk(x_TD, w_down_EDR, 1, keep=keep)
         else:
-            scores = norm_topk(x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen)
+            rows = None
+            if self.row_budget is not None and self.routes:
+                # A capacity drops some of these choices later.
+                all_rows = len(x_TD) * self.num_experts
+                rows = self.row_budget.rows if self.context.capacity is None else all_rows
+            scores = norm_topk(
+                x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen, max_rows=rows
+            )
         return rule(self._with_free_scores(scores.norms_TE), tokens)
 
     def _with_free_scores(self, norms_TE: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -60,6 +60,7 @@ class DispatchedLayer(ExpertLayer):
     evaluation_rule: Rule
     scores_are_norms: ClassVar[bool] = False  # to log
     hash_table: Any  # the experts of each token id; None: the scores choose
+    row_budget: RowBudget | None = None  # None: the host waits for a number of rows that varies
 
     def __init__(
         self,
@@ -191,8 +192,12 @@ class DispatchedLayer(ExpertLayer):
         if self.context.capacity is not None:
             kept, pad_rows_per_expert = self._limit(self.context.capacity, choices, tokens)
         computed, probs_TZ = (kept, None) if self.free is None else self.free.divided(kept)
+        varies = routes and computed.number is None and pad_rows_per_expert is None
+        budget = self.row_budget if varies else None
+        if budget is not None:
+            computed = budget.bounded(computed)
         y_TD, wire_bytes, rows = self._compute_dispatched(x_TD, computed, pad_rows_per_expert)
-        if routes:
+        if routes and budget is None:
             self.context.progress.received(rows)
         totals = self.context.statistics.recipient()
         if totals is not None:
@@ -341,6 +346,29 @@ def _shared_expert(
     kind = OverlappedSharedExpert if overlaps else SharedExpert
     weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
     return kind(config, width, weighed, context.groups, context.ops, recomputes)
+
+
+@dataclass
+class RowBudget:
+    """A number of rows for the experts of a layer that does not depend on the choices.
+
+    The device counts the rows that a step needs. Who reads them compares them with `rows`, because
+    choices beyond these are left out.
+    """
+
+    counted_2: torch.Tensor  # int64: rows of all micro-batches, and of the one with the most
+    rows: int | None = None  # None: as many as there are choices, for which the host waits
+    counts: bool = False  # whether the number of rows varies in the layer
+
+    @torch.no_grad()
+    def bounded(self, choices: Choices) -> Choices:
+        """Counts the choices of a micro-batch, and gives them the rows."""
+        self.counts = True
+        number = choices.tokens_per_expert().sum(dtype=torch.int64)
+        self.counted_2[0] += number
+        self.counted_2[1].clamp_(min=number)
+        rows = None if self.rows is None else min(self.rows, choices.experts_TK.numel())
+        return replace(choices, max_rows=rows)
 
 
 class MicroBatches:

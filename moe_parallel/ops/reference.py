@@ -35,14 +35,17 @@ def routing_map(
     num_experts: int,
     pad_rows_per_expert: int | None = None,
     num_rows: int | None = None,
+    max_rows: int | None = None,
 ) -> RowMap:
     """Sort the choices by expert. The sort is stable: it keeps the order of tokens and choices.
 
     experts_TK: int64, the expert of each choice; -1 for an empty slot (not chosen, or dropped).
     pad_rows_per_expert: with a value C, every expert gets exactly C rows. The padding is at the end
         of the expert's rows.
-    num_rows: the number of choices that are not -1, if the host knows it. With it, or with
-        pad_rows_per_expert, the host does not wait for a count from the GPU.
+    num_rows: the number of choices that are not -1, if the host knows it. With it, with
+        pad_rows_per_expert or max_rows, the host does not wait for a count from the GPU.
+    max_rows: without padding of experts, the map has exactly so many rows. Those after the last
+        expert's are padding of no expert; choices beyond them are left out.
 
     Raises ValueError if an expert is num_experts or above, if an expert has more than C choices, or
     if num_rows is wrong. On a GPU the native operators do not check this, because that would
@@ -68,6 +71,12 @@ def routing_map(
                 "rows: drop the overflow before routing_map"
             )
 
+    all_rows = int(counts_E.sum())
+    if max_rows is not None and pad_rows_per_expert is None:
+        ends_E = chosen_E.cumsum(0).clamp(max=max_rows)
+        chosen_E = counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        all_rows = max_rows
+
     # Empty slots sort after all choices and are cut off.
     sort_key_S = chosen_S.where(chosen_S >= 0, num_experts)
     by_expert_S = sort_key_S.argsort(stable=True)[: int(chosen_E.sum())]
@@ -78,7 +87,7 @@ def routing_map(
     shift_S = (first_row_E - first_choice_E)[chosen_S[by_expert_S]]
     row_S = torch.arange(by_expert_S.numel(), device=experts_TK.device) + shift_S
 
-    slots_N = chosen_S.new_full((int(counts_E.sum()),), -1)
+    slots_N = chosen_S.new_full((all_rows,), -1)
     slots_N[row_S] = by_expert_S
     rows_S = torch.full_like(chosen_S, -1)
     rows_S[by_expert_S] = row_S
@@ -112,15 +121,18 @@ def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> 
 def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """y_NO: the first counts_E[0] rows times w_EIO[0], the next counts_E[1] times w_EIO[1], ...
 
-    The weight gradient of an expert without rows is zero.
+    The weight gradient of an expert without rows is zero. Rows beyond the last expert's are not
+    computed: here they are zeros, and on other backends what lay in their memory.
     """
-    if int(counts_E.sum()) != x_NI.size(0) or counts_E.numel() != w_EIO.size(0):
+    left = x_NI.size(0) - int(counts_E.sum())
+    if left < 0 or counts_E.numel() != w_EIO.size(0):
         raise ValueError(
-            f"counts_E must hold one count for each of {w_EIO.size(0)} experts and sum to "
+            f"counts_E must hold one count for each of {w_EIO.size(0)} experts and sum to at most "
             f"{x_NI.size(0)} rows, not {counts_E.tolist()}"
         )
-    groups = x_NI.split(counts_E.tolist())
-    return torch.cat([x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)])
+    *groups, rest = x_NI.split([*counts_E.tolist(), left])
+    y_GO = [x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)]
+    return torch.cat([*y_GO, rest.new_zeros(left, w_EIO.size(2))])
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor:
@@ -179,6 +191,7 @@ def norm_topk(
     keep: Keep = "nothing",
     gradient: Gradient = "all",
     chosen: Choose | None = None,
+    max_rows: int | None = None,
 ) -> NormScores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_down, `p = ||C||_2`, `topK(p)`.
 
@@ -199,6 +212,7 @@ def norm_topk(
         returns the experts of each token: each expert at most once, -1 in an empty slot. C of an
         empty slot is 0. Unless keep is "nothing", C of all experts is in memory until `chosen`
         returns.
+    max_rows: of the row map by which the native operators compute the gradient of `chosen`.
 
     Raises ValueError unless `chosen` is given alone or 1 <= k <= E.
     """

@@ -11,11 +11,12 @@ class RowMap(NamedTuple):
     """The two directions of one dispatch. A row is one token as one expert sees it.
 
     Rows are sorted by expert, then by token, then by choice. The N rows may include padding (with a
-    capacity) and may lack choices (those given as -1).
+    capacity, or for a fixed N) and may lack choices (those given as -1, or beyond a fixed N).
 
     slots_N: int64, the flat slot `t * K + k` that fills row n; -1 for a padding row.
     rows_TK: int64, the row of choice k of token t; -1 if the choice is not dispatched.
-    counts_E: int64, the rows per expert, including padding; they sum to N.
+    counts_E: int64, the rows per expert, including a capacity's padding. They sum to N, or to less
+        for a fixed N: no expert computes the rows after the last one's.
     """
 
     slots_N: Tensor
@@ -69,6 +70,7 @@ class RoutingMap(Protocol):
         num_experts: int,
         pad_rows_per_expert: int | None = None,
         num_rows: int | None = None,
+        max_rows: int | None = None,
     ) -> RowMap: ...
 
 
@@ -113,6 +115,7 @@ class NormTopK(Protocol):
         keep: Keep = "nothing",
         gradient: Gradient = "all",
         chosen: Choose | None = None,
+        max_rows: int | None = None,
     ) -> NormScores: ...
 
 

@@ -404,9 +404,15 @@ class _Counts(TorchDispatchMode):
         return result
 
     def _balanced(
-        self, experts_TJ: Tensor, num_experts: int, pad: int | None, num_rows: int | None
+        self,
+        experts_TJ: Tensor,
+        num_experts: int,
+        pad: int | None,
+        num_rows: int | None,
+        max_rows: int | None,
     ) -> RowMap:
         """A row map with as many rows as tokens have experts on average."""
+        assert max_rows is None  # a plan has no budgets
         tokens, slots = experts_TJ.shape
         if pad is not None:
             rows = num_experts * pad

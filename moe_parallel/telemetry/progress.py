@@ -122,9 +122,8 @@ class Progress:
         self._marks = [(Phase.STEP, self.clock.read())]
 
     def received(self, rows: int) -> None:
-        """The experts of this rank received `rows`. Outside a step nobody counts them."""
-        if self._marks is not None:
-            self.rows += rows
+        """The experts of this rank received `rows`."""
+        self.rows += rows
 
     def end_step(self) -> None:
         """The step is over. Does not wait for the device."""

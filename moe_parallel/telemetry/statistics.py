@@ -114,6 +114,10 @@ class RoutingTotals:
             self._from_host.clear()
         return self._sums_GC
 
+    def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory to which `add` and the like add; the host's numbers are elsewhere."""
+        return self._sums_GC, self.peaks_GE
+
     def numbers(self) -> dict[tuple[int, int], float]:
         """The numbers so far that the host knows and the device does not, by layer and column."""
         return dict(self._from_host)

@@ -123,8 +123,7 @@ class Engine:
             batches = self._traced(self._trace, batches)
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._clear_gradients()
         reported = self._passes(batches)
         if self._before_update is not None:
             with self.progress.activity(Phase.SAVE):
@@ -144,6 +143,11 @@ class Engine:
         self.scheduler.step(increment=1)
         return StepResult(loss, grad_norm, learning_rate, tokens)
 
+    def _clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def _passes_of_step(self) -> Passes:
         config = self.config.training
         passes: Passes = partial(
@@ -161,7 +165,9 @@ class Engine:
         get_model_config(self.chunks[0]).finalize_model_grads_func = None
         return StepGraph(
             passes,
+            self._clear_gradients,
             partial(finalize_model_grads, self.chunks),
+            self.chunks,
             self.num_micro_batches,
             config.cuda_graph_warmup_steps,
             self.statistics.training,

@@ -4,11 +4,17 @@ A kernel takes a GPU less time than the host takes to launch it, unless the micr
 A graph is recorded once and launched as a whole, so the host no longer bounds the step. What the
 host does during the passes, it does only once, while they are recorded: a graph repeats kernels,
 not Python.
+
+Where the number of rows of the experts varies, the record has a fixed one for each layer: MARGIN
+times the most that a micro-batch has needed so far. The device counts what each needs. If one needs
+more, then before anything uses the result of the step, the state is put back, the step is launched
+without a graph, and the next step is recorded anew. So nothing is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -16,12 +22,16 @@ import torch.distributed as dist
 
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
+from moe_parallel.layers.dispatched import DispatchedLayer, RowBudget
 from moe_parallel.model.forward import Batch, Reported
 from moe_parallel.telemetry.progress import Phase, Progress
 from moe_parallel.telemetry.statistics import RoutingTotals
 
 #: Runs all micro-batches of a step; returns what each reports.
 Passes = Callable[[Iterator[Batch]], list[Reported]]
+
+#: Rows of a recorded micro-batch, by the rows of the largest one so far.
+MARGIN = 1.25
 
 
 class StepGraph:
@@ -34,7 +44,9 @@ class StepGraph:
     def __init__(
         self,
         passes: Passes,
+        restart: Callable[[], object],
         finish: Callable[[], object],
+        modules: Sequence[torch.nn.Module],
         num_micro_batches: int,
         warmup_steps: int,
         totals: RoutingTotals,
@@ -44,12 +56,15 @@ class StepGraph:
         """
         Args:
             passes: launches the same kernels on the same memory in each call, and never waits for
-                the device.
+                the device but for numbers of rows. It draws no random numbers.
+            restart: puts the gradients back to what they were before the passes.
             finish: called after the passes of each step, and not recorded.
+            modules: passes change their buffers, besides gradients.
             warmup_steps: steps before the graph is recorded, in which libraries initialize.
             totals, progress: what the host counts for each step.
         """
-        self._passes, self._finish = passes, finish
+        self._passes, self._restart, self._finish = passes, restart, finish
+        self._modules = modules
         self._num_micro_batches = num_micro_batches
         self._warmup_left = warmup_steps
         self._totals, self._progress = totals, progress
@@ -59,17 +74,36 @@ class StepGraph:
         self._reported: list[Reported] = []  # the memory to which it writes
         self._host_numbers: dict[tuple[int, int], float] = {}  # of one step
         self._host_rows = 0
+        layers = [
+            layer
+            for module in modules
+            for layer in module.modules()
+            if isinstance(layer, DispatchedLayer)
+        ]
+        self._counted_L2 = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
+        self._budgets = [RowBudget(counted_2) for counted_2 in self._counted_L2]
+        for layer, budget in zip(layers, self._budgets, strict=True):
+            layer.row_budget = budget
+        self._most_L = [0] * len(layers)  # rows that a micro-batch has needed so far
+        self._room_L: list[int] = []  # rows of the record; []: no limit
+        self._state: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its copy
 
     def __call__(self, batches: Iterator[Batch]) -> list[Reported]:
         """The same as `passes` and `finish`. The next call overwrites the values."""
         self._read(batches)
         if self._warmup_left:
             self._warmup_left -= 1
-            self._reported = self._passes(iter(self._inputs))
-        else:
-            self._replay()
+            self._launch()
+        elif not self._replay():
+            self._graph, self._reported, self._room_L = None, [], []  # their memory is needed
+            self._restart()
+            self._launch()
         self._finish()
         return self._reported
+
+    def _launch(self) -> None:
+        self._reported = self._passes(iter(self._inputs))
+        self._end_counting()
 
     def _read(self, batches: Iterator[Batch]) -> None:
         """Copy the micro-batches of the step to where the graph reads them."""
@@ -83,16 +117,41 @@ class StepGraph:
             for name, x in batch.items():
                 to[name].copy_(copied_to(self._device, x))
 
-    def _replay(self) -> None:
+    def _replay(self) -> bool:
+        """Returns whether the rows had room. If not, all is as before but for the gradients."""
         if self._graph is None:
             self._graph = self._recorded()
-        else:
-            self._totals.add_numbers(self._host_numbers)
-            self._progress.rows += self._host_rows
         with self._progress.during(Phase.REPLAY):
             self._graph.replay()
+        had_room = self._end_counting()
+        if had_room:
+            self._totals.add_numbers(self._host_numbers)
+            self._progress.rows += self._host_rows
+        else:
+            for x, before in self._state:
+                x.copy_(before)
+        return had_room
+
+    def _end_counting(self) -> bool:
+        """Reads the rows that the step needed. Returns whether they had room."""
+        if not any(budget.counts for budget in self._budgets):
+            return True
+        rows_L, most_L = zip(*self._counted_L2.tolist(), strict=True)
+        self._counted_L2.zero_()
+        had_room = all(most <= room for most, room in zip(most_L, self._room_L, strict=False))
+        if had_room:  # otherwise later layers had wrong tokens
+            self._most_L = list(map(max, self._most_L, most_L))
+            self._progress.rows += sum(rows_L)
+        return had_room
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
+        self._room_L = [max(1, math.ceil(MARGIN * most)) for most in self._most_L]
+        for budget, room in zip(self._budgets, self._room_L, strict=True):
+            budget.rows = room
+        state = [*self._totals.on_device()]
+        state += [x for module in self._modules for _, x in module.named_buffers()]
+        varies = any(budget.counts for budget in self._budgets)
+        self._state = [(x, x.clone()) for x in state if varies]
         numbers, rows = self._totals.numbers(), self._progress.rows
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
@@ -102,6 +161,8 @@ class StepGraph:
                 self._progress.untimed(),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
+                for x, before in self._state:
+                    before.copy_(x)
                 self._reported = self._passes(iter(self._inputs))
         except RuntimeError as error:
             raise _explained(error) from error
@@ -109,7 +170,10 @@ class StepGraph:
             place: number - numbers.get(place, 0.0)
             for place, number in self._totals.numbers().items()
         }
-        self._host_rows = self._progress.rows - rows
+        self._totals.add_numbers({place: -n for place, n in self._host_numbers.items()})
+        self._host_rows, self._progress.rows = self._progress.rows - rows, rows
+        for budget in self._budgets:
+            budget.rows = None
         return graph
 
 

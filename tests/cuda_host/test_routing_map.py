@@ -25,6 +25,7 @@ FindRows = structure(
     first_row=c_void_p,
     num_experts=c_int64,
     pad_rows_per_expert=c_int64,
+    max_rows=c_int64,
     chunks=c_int64,
 )
 PlaceChoices = structure(
@@ -83,7 +84,7 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
     np.testing.assert_array_equal(rows, wanted_rows[:, 0])
 
 
-def find_rows(kernels, chunk_counts, pad_rows_per_expert):
+def find_rows(kernels, chunk_counts, pad_rows_per_expert, max_rows=1 << 40):
     num_experts, chunks = len(chunk_counts) - 1, chunk_counts.shape[1]
     counts, first_row = np.full(num_experts, -7), np.full((num_experts, chunks), -7)
     task = FindRows(
@@ -92,6 +93,7 @@ def find_rows(kernels, chunk_counts, pad_rows_per_expert):
         first_row=first_row.ctypes.data,
         num_experts=num_experts,
         pad_rows_per_expert=pad_rows_per_expert,
+        max_rows=max_rows,
         chunks=chunks,
     )
     kernels.find_rows(ctypes.byref(task))

@@ -1,6 +1,6 @@
 """routed_experts and autonomous_experts: values by the oracle's loops, gradients by differences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,7 @@ class Setting:
         *inputs: Tensor,
         all_chosen: bool = False,
         main_gradients: Any = None,
+        max_rows: int | None = None,
     ) -> Tensor:
         experts = torch.from_numpy(self.routing.experts).to(self.device)
         row_map = ops.routing_map(
@@ -80,6 +81,7 @@ class Setting:
             self.routing.num_experts,
             self.routing.pad_rows_per_expert,
             experts.numel() if all_chosen else None,
+            max_rows,
         )
         x, probs, *weights = inputs or self.inputs(kind)
         if kind == "with norms":
@@ -113,9 +115,9 @@ class Setting:
             x, norms.softmax(-1), row_map, w_down, *weights, c_TKR=c, norms_TK=norms, **main
         )
 
-    def passes(self, ops: Ops, kind: str) -> list[Tensor]:
+    def passes(self, ops: Ops, kind: str, max_rows: int | None = None) -> list[Tensor]:
         """The output, and the gradient of every input."""
-        y = self.compute(ops, kind)
+        y = self.compute(ops, kind, max_rows=max_rows)
         return [y, *gradients(y, self.dy, *self.inputs(kind))]
 
     def exact(self, kind: str) -> np.ndarray:
@@ -157,6 +159,22 @@ def test_equals_the_oracle(ops, device, routing, kind, dtype):
     y = setting.compute(ops, kind)
     assert y.dtype == dtype
     assert_close(y, setting.exact(kind), dtype)
+
+
+@pytest.mark.parametrize("more", [-2, 3])
+@pytest.mark.parametrize(
+    "routing", [each for each in SOME if not each.pad_rows_per_expert], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fixed_number_of_rows(ops, device, routing, kind, more):
+    """With more than the choices, they are computed as without; with fewer, the first of them."""
+    _, rows, _ = oracle.routing_map(routing.experts, routing.num_experts)
+    number = max(0, int((rows >= 0).sum()) + more)
+    kept = replace(routing, experts=np.where(rows < number, routing.experts, -1))
+    wanted = Setting(kept, torch.float64, device).passes(ops, kind)
+    found = Setting(routing, torch.float64, device).passes(ops, kind, number)
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_close(actual, float64(expected), torch.float64)
 
 
 @pytest.mark.covering(1)

@@ -52,7 +52,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     merging = (tensor(2, 3, dtype=torch.float32), tensor(3, 5, 2))
     given = {
         "greatest": (norms.detach(), 2, norms.detach()),
-        "routing_map": (rows.clamp(max=3), 4, None, None),
+        "routing_map": (rows.clamp(max=3), 4, None, None, None),
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, probs),
         "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, probs),
@@ -173,8 +173,13 @@ def test_opcheck(native, device, name, dtype):
 def test_opcheck_of_optional_arguments(native, device):
     operators, given = torch.ops.moe_parallel, arguments(torch.float32, device)
     experts = torch.tensor([[0, 1], [1, -1]], device=device)
-    torch.library.opcheck(operators.routing_map.default, (experts, 3, 4, None))
-    torch.library.opcheck(operators.routing_map.default, (experts.abs(), 3, None, experts.numel()))
+    number = experts.numel()
+    for each in (
+        (experts, 4, None, None),
+        (experts.abs(), None, number, None),
+        (experts, None, None, 5),
+    ):
+        torch.library.opcheck(operators.routing_map.default, (each[0], 3, *each[1:]))
     y, slots, rows, _ = given["unpermute"]
     torch.library.opcheck(operators.unpermute.default, (y, slots, rows, None))
     torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))

@@ -201,8 +201,10 @@ def assert_c_and_gradients(scores, x, w, dnorms, gradient, keep) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
-@pytest.mark.parametrize("gradient", ["all", "chosen"])
-def test_another_rule_chooses(ops, device, gradient, keep, dtype):
+@pytest.mark.parametrize(
+    ("gradient", "max_rows"), [("all", None), ("chosen", None), ("chosen", 52)]
+)
+def test_another_rule_chooses(ops, device, gradient, max_rows, keep, dtype):
     """The norms above the mean of the batch: none for some tokens, several for others, by index."""
     x, w, dnorms = setting((9, 8, 6, 4, 0), dtype, device)
     seen = []
@@ -212,7 +214,9 @@ def test_another_rule_chooses(ops, device, gradient, keep, dtype):
         experts_TE = torch.arange(6, device=device).expand(norms_TE.shape)
         return experts_TE.masked_fill(norms_TE <= norms_TE.mean(), -1)
 
-    scores = ops.norm_topk(x, w, None, keep=keep, gradient=gradient, chosen=above_the_mean)
+    scores = ops.norm_topk(
+        x, w, None, keep=keep, gradient=gradient, chosen=above_the_mean, max_rows=max_rows
+    )
     ((norms_TE, has_gradient),) = seen
     assert torch.equal(norms_TE, scores.norms_TE) and not has_gradient
     assert torch.equal(scores.experts_TK, above_the_mean(norms_TE))

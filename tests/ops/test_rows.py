@@ -22,6 +22,21 @@ def test_the_map_equals_the_oracle(ops, device, routing: Routing):
         np.testing.assert_array_equal(actual.cpu().numpy(), wanted)
 
 
+@pytest.mark.parametrize("more", [-2, 3])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_map_of_a_fixed_number_of_rows(ops, device, routing: Routing, more):
+    """The first of the rows, or all and padding of no expert."""
+    slots, rows, counts = oracle.routing_map(routing.experts, routing.num_experts)
+    number = max(0, len(slots) + more)
+    experts = torch.from_numpy(routing.experts).to(device)
+    row_map = ops.routing_map(experts, routing.num_experts, max_rows=number)
+    wanted_slots = [*slots, -1, -1, -1][:number]
+    np.testing.assert_array_equal(row_map.slots_N.cpu().numpy(), wanted_slots)
+    np.testing.assert_array_equal(row_map.rows_TK.cpu().numpy(), np.where(rows < number, rows, -1))
+    ends = np.minimum(np.cumsum(counts), number)
+    np.testing.assert_array_equal(row_map.counts_E.cpu().numpy(), np.diff(ends, prepend=0))
+
+
 def test_a_map_by_hand(ops, device):
     experts = torch.tensor([[1, 1, 0], [2, -1, 2]], device=device).t()  # a transposed tensor
     row_map = ops.routing_map(experts, 4)

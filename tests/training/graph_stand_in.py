@@ -19,11 +19,16 @@ FORBIDDEN = {
     torch.cuda: ("get_rng_state", "set_rng_state"),
 }
 
+SIZED_BY_VALUES = (
+    "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
+)  # fmt: skip
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
 
 class Recorded:
     """In place of torch.cuda.CUDAGraph."""
 
-    replays = 0  # of all graphs
+    replays = recordings = 0  # of all graphs
 
     def __init__(self):
         self.operators = []
@@ -47,6 +52,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if is_sized_by_values(func, args, kwargs):
+            raise RuntimeError(f"{func.name()} is not possible during a recording")
         for x in _written(func, args, kwargs):
             self._keep(x)
         out = func(*args, **kwargs)
@@ -76,6 +83,7 @@ def record(graph, **_):
             for name in names:
                 patches.enter_context(mock.patch.object(owner, name, _refusal(name)))
         recording = patches.enter_context(_Recording(graph))
+        Recorded.recordings += 1
         yield
     recording.undo()
 
@@ -85,6 +93,26 @@ def _refusal(name):
         raise RuntimeError(f"{name}() is not possible during a recording")
 
     return refused
+
+
+def is_sized_by_values(func, args, kwargs):
+    """Whether the size of an operator's result depends on values, for which the host waits."""
+    name = name_of(func)
+    if name in INDEXING:
+        # A number, which is on the host, fills the places of a mask without a list of them. (A
+        # tensor [] of the device would wait; it is not told apart.)
+        is_filled = name != "index" and args[2].dim() == 0
+        is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
+        return is_mask and not is_filled
+    if name == "repeat_interleave":
+        return "repeats" in str(func._schema).split(",")[0] and kwargs.get("output_size") is None
+    if name == "routing_map":
+        return args[2:] == (None, None, None)  # padding, number of rows, most rows
+    return name in SIZED_BY_VALUES
+
+
+def name_of(func):
+    return func.name().split("::")[1].split(".")[0]
 
 
 @contextmanager

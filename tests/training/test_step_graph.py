@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from moe_parallel.config import make_config, validate
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import language_model_loss, run_micro_batches
+from moe_parallel.training import step_graph
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
@@ -59,11 +61,11 @@ def _evaluate(run):
         )
 
 
-def _trained_both_ways(options, path):
+def _trained_both_ways(options, path, margin=step_graph.MARGIN):
     launched = _trained(options, path)
-    with stand_in():
+    with stand_in(), mock.patch.object(step_graph, "MARGIN", margin):
         replayed = _trained(options | GRAPH, path)
-        return launched, replayed, Recorded.replays
+        return launched, replayed, Recorded.replays, Recorded.recordings
 
 
 def _is_possible(options):
@@ -84,18 +86,41 @@ TRAINED |= {
         "moe_expert_capacity_factor": 1.0,
         "moe_pad_expert_input_to_capacity": True,
     },
+    "topk, choices dropped": {"moe_expert_capacity_factor": 0.5},
+    "routing_free, choices dropped": systems.options("routing_free")
+    | {"moe_expert_capacity_factor": 0.5},
     "aoe, bf16, within a budget": AOE | BF16 | {"moe_activation_budget": 0.01},
 }
 TRAINED = {name: options for name, options in TRAINED.items() if _is_possible(options)}
-QUICK = ("aoe", "plain topk, bf16, fused sums")
+QUICK = ("aoe", "plain topk, bf16, fused sums", "aoe, free experts")
 
 
 @pytest.mark.parametrize("name", rest_in_full(list(TRAINED), *QUICK))
 def test_a_replayed_step_is_the_same(tmp_path, name):
-    ((launched, replayed, replays),) = run_distributed(
+    ((launched, replayed, replays, _),) = run_distributed(
         1, _trained_both_ways, TRAINED[name], tmp_path
     )
     assert replays == STEPS - GRAPH["cuda_graph_warmup_steps"]
+    assert_same(replayed, launched)
+
+
+VARYING = [name for name in TRAINED if set(name.split(", ")) & {
+    "top_p", "aoe_top_p", "relu", "threshold", "aoe_threshold", "routing_free", "expert_choice",
+    "aoe_expert_choice", "free experts", "a free expert", "choices dropped",
+}]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rest_in_full(VARYING, "top_p, a moving p", "threshold, by sign"))
+def test_a_step_without_room_for_its_rows_is_launched(tmp_path, name):
+    """Each recording has fewer rows than every step needs, so each step is launched after all."""
+    ((launched, replayed, replays, recordings),) = run_distributed(
+        1, _trained_both_ways, TRAINED[name], tmp_path, 0.3
+    )
+    assert replays == recordings == STEPS - GRAPH["cuda_graph_warmup_steps"]
+    assert_same(replayed, launched)
+
+
+def assert_same(replayed, launched):
     assert replayed[0] == launched[0]
     assert all(torch.equal(replayed[1][name], weight) for name, weight in launched[1].items())
 
@@ -105,8 +130,8 @@ REFUSED = {
     "expert_model_parallel_size": {"expert_model_parallel_size": 2},
     "attention_backend": {"attention_backend": "local"},
     "fp8_format": {"fp8_format": "hybrid", "bf16": True, "hidden_size": 64, "ffn_hidden_size": 64},
-    "expert_selection": {"expert_selection": "top_p"},
-    "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
+    "moe_activation_budget": {"expert_selection": "top_p", "moe_activation_budget": 0.01},
+    "smear_expert_dropout": {"expert_selection": "smear", "smear_sees_the_future": True},
     "moe_router_replay": {"moe_router_replay": "trace"},
     "forced routing": {"moe_router_force_load_balancing": True},
 }

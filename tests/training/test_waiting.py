@@ -23,17 +23,14 @@ from tests.experts.fp8_stand_in import stand_in_modules
 from tests.program import SMALL, pretrain_here, small_data
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
+from tests.training.graph_stand_in import is_sized_by_values, name_of, stand_in
 from tests.training.tiny_run import AOE, BATCH, OVERLAP, Layout, TinyRun
 
 RETURNS_A_NUMBER = (
     "item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__",
 )  # fmt: skip
-SIZED_BY_VALUES = (
-    "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
-)  # fmt: skip
 #: They read tensors of the host: the state of random numbers, and the norm of a CPU's gradients.
 OF_THE_HOST = ("random.fork", "gradients.l2_norm_by_rows")
-INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 NATIVE = {"moe_backend": "native"}
 MOE_LAYERS = 3
 
@@ -141,9 +138,8 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func.name().split("::")[1].split(".")[0]
-        if _is_sized_by_values(name, func, args, kwargs):
-            self._count(name)
+        if is_sized_by_values(func, args, kwargs):
+            self._count(name_of(func))
         return func(*args, **kwargs)
 
     def _count(self, name):
@@ -164,21 +160,6 @@ def _is_copy_to_a_device(*arguments, non_blocking=False, device=None, **_):
 def _is_made_on_a_device(*_, device=None, **__):
     """`torch.tensor` copies Python's numbers to the device, and does not queue the copy."""
     return device is not None
-
-
-def _is_sized_by_values(name, func, args, kwargs):
-    if name in INDEXING:
-        # A number, which is on the host, fills the places of a mask without a list of them. (A
-        # tensor [] of the device would wait; it is not told apart.)
-        is_filled = name != "index" and args[2].dim() == 0
-        is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
-        return is_mask and not is_filled
-    if name == "repeat_interleave":
-        return "repeats" in str(func._schema).split(",")[0] and kwargs.get("output_size") is None
-    if name == "routing_map":
-        _, _, pad_rows_per_expert, num_rows = args
-        return pad_rows_per_expert is None and num_rows is None
-    return name in SIZED_BY_VALUES
 
 
 def _waits_of_a_step(layout, options, path):
@@ -232,3 +213,21 @@ def test_the_host_waits_as_rarely_as_it_can(tmp_path, name):
     layout, options, expected = STEPS[name]
     for waits in run_distributed(layout.world, _waits_of_a_step, layout, options, tmp_path):
         assert waits == expected
+
+
+GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 1}
+#: Whether the rows of a step had room.
+ROOM = {"tolist in step_graph._end_counting": 1}
+VARYING = [name for name in SYSTEMS if "routing_map" in str(STEPS[name][2])]
+
+
+def _waits_of_a_recorded_step(layout, options, path):
+    with stand_in():
+        return _waits_of_a_step(layout, options | GRAPH, path)
+
+
+@pytest.mark.parametrize("name", rest_in_full(VARYING, "top_p", "routing_free"))
+def test_recorded_layers_do_not_wait_for_their_rows(tmp_path, name):
+    layout, options, _ = STEPS[name]
+    (waits,) = run_distributed(1, _waits_of_a_recorded_step, layout, options, tmp_path)
+    assert waits == LOSS | NORM | ROOM

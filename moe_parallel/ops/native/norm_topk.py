@@ -23,6 +23,7 @@ def norm_topk(
     keep: Keep = "nothing",
     gradient: Gradient = "all",
     chosen: Choose | None = None,
+    max_rows: int | None = None,
 ) -> NormScores:
     check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen)
     # A backward pass that needs C of the chosen experts only, or none, keeps no more.
@@ -36,7 +37,9 @@ def norm_topk(
             norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(x_TD, w_EDR, k, bias_E, keep)
             scores = NormScores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
     c_TER = c_TER if keep == "all" else None
-    norms_TE, c_TKR = _Gradient.apply(x_TD, w_EDR, *scores, c_TER, gradient, chosen is None)
+    norms_TE, c_TKR = _Gradient.apply(
+        x_TD, w_EDR, *scores, c_TER, gradient, chosen is None, max_rows
+    )
     return NormScores(norms_TE, scores.experts_TK, c_TKR)
 
 
@@ -84,10 +87,12 @@ class _Gradient(torch.autograd.Function):
         c_TER: Tensor | None,
         gradient: Gradient,
         all_chosen: bool,
+        max_rows: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as C
         ctx.gradient, ctx.passes_on_c = gradient, c_TKR is not None
         ctx.num_rows = experts.numel() if all_chosen else None
+        ctx.max_rows = max_rows
         ctx.save_for_backward(x, w, norms, experts, c_TER if gradient == "all" else c_TKR)
         return norms.view_as(norms), None if c_TKR is None else c_TKR.view_as(c_TKR)
 
@@ -102,8 +107,10 @@ class _Gradient(torch.autograd.Function):
         if ctx.gradient == "all":
             dx, dw = _ops.norm_topk_backward(dnorms, dc_TKR, x, w, norms, experts, c)
         else:
-            slots, rows, counts = routing_map(experts, w.size(0), num_rows=ctx.num_rows)
+            slots, rows, counts = routing_map(
+                experts, w.size(0), num_rows=ctx.num_rows, max_rows=ctx.max_rows
+            )
             dx, dw = _ops.norm_topk_chosen_backward(
                 dnorms, dc_TKR, x, w, norms, experts, c, slots, rows, counts
             )
-        return dx, dw, *(None,) * 6
+        return dx, dw, *(None,) * 7

@@ -14,8 +14,11 @@ def routing_map(
     num_experts: int,
     pad_rows_per_expert: int | None = None,
     num_rows: int | None = None,
+    max_rows: int | None = None,
 ) -> RowMap:
-    return RowMap(*_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, num_rows))
+    return RowMap(
+        *_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, num_rows, max_rows)
+    )
 
 
 @fake("routing_map")
@@ -24,9 +27,12 @@ def _(
     num_experts: int,
     pad_rows_per_expert: int | None,
     num_rows: int | torch.SymInt | None,
+    max_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if pad_rows_per_expert is not None:
         num_rows = num_experts * pad_rows_per_expert
+    elif max_rows is not None:
+        num_rows = max_rows
     elif num_rows is None:
         num_rows = torch.library.get_ctx().new_dynamic_size()
     return (
