@@ -4,10 +4,13 @@
     python tools/checkpoint.py show runs/my/iter_0000200 --tensors
     python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
     python tools/checkpoint.py reshard runs/my/iter_0000200 runs/moved --files 64
+    python tools/checkpoint.py place runs/my runs/placed --trace runs/my/trace \\
+        --expert-model-parallel-size 8
 
 A checkpoint needs no conversion for another layout: --load reads it in any. `reshard` only changes
-the number of files and the sizes of the parts that a rank reads. Exit codes: 0 done; 1
-`diff` found differences; 2 a wrong flag, or `verify` found a damaged checkpoint.
+the number of files and the sizes of the parts that a rank reads. `place` changes the order of the
+experts, so that those that tokens choose together share a rank (docs/imbalance.md). Exit codes: 0
+done; 1 `diff` found differences; 2 a wrong flag, or `verify` found a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ def main(arguments: list[str]) -> int:
         ("show", ["checkpoint"], "what a checkpoint holds"),
         ("diff", ["one", "other"], "the tensors that differ, to the bit"),
         ("reshard", ["checkpoint", "target"], "write a checkpoint anew in other files"),
+        ("place", ["checkpoint", "target"], "put experts that are chosen together on one rank"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for path in paths:
@@ -44,6 +48,21 @@ def main(arguments: list[str]) -> int:
                 help="maximum number of files, and of parts of a tensor, such as the "
                 "number of ranks that will load it. Weights and optimizer state stay the same to "
                 "the bit; the random states and FP8 scales of the ranks are left out")  # fmt: skip
+        if name == "place":
+            command.add_argument(
+                "--trace",
+                type=Path,
+                required=True,
+                metavar="FOLDER",
+                help="choices of the model, as --moe-router-trace of a run records them",
+            )
+            command.add_argument(
+                "--expert-model-parallel-size",
+                type=int,
+                required=True,
+                metavar="N",
+                help="number of ranks that the experts will be divided over",
+            )
     return tool.run(arguments, _run)
 
 
@@ -53,7 +72,13 @@ def _run(own: argparse.Namespace) -> int | None:
     load_torch()
     from moe_parallel.collective_errors import StorageError
 
-    command = {"verify": _verify, "show": _show, "diff": _diff, "reshard": _reshard}[own.command]
+    command = {
+        "verify": _verify,
+        "show": _show,
+        "diff": _diff,
+        "reshard": _reshard,
+        "place": _place,
+    }[own.command]
     try:
         return command(own)
     except InputError as error:
@@ -125,14 +150,37 @@ def _diff(own: argparse.Namespace) -> int:
 
 def _reshard(own: argparse.Namespace) -> None:
     from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
-    from moe_parallel.training.checkpoint.inspection import reshard
+    from moe_parallel.training.checkpoint.inspection import rewrite
     from moe_parallel.training.run_lock import run_lock
 
     checkpoint = find_checkpoint(own.checkpoint)
     with run_lock(own.target):
-        written = reshard(checkpoint, CheckpointFolder(own.target), own.files)
+        written = rewrite(checkpoint, CheckpointFolder(own.target), own.files)
     number = len(list(written.glob("*.distcp")))
     print(f"wrote {written}, {number} files of tensors")
+
+
+def _place(own: argparse.Namespace) -> None:
+    from moe_parallel.telemetry.router_trace import read_trace
+    from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+    from moe_parallel.training.checkpoint.placement import fit, place
+    from moe_parallel.training.run_lock import run_lock
+    from moe_parallel.training.standalone import standalone_config
+
+    checkpoint = find_checkpoint(own.checkpoint)
+    config = standalone_config([], load=str(checkpoint))
+    placement = fit(config, read_trace(own.trace, "--trace"), own.expert_model_parallel_size)
+    print(f"{'layer':>5}{'rows a token':>15}{'placed':>9}{'max/mean':>11}{'placed':>9}")
+    for layer in placement.layers:
+        print(
+            f"{layer.number:>5}{layer.before.rows:>15.3f}{layer.after.rows:>9.3f}"
+            f"{layer.before.imbalance:>11.3f}{layer.after.imbalance:>9.3f}"
+        )
+    fitted, measured = (f"{s[0]} to {s[-1]}" for s in (placement.fitted, placement.measured))
+    print(f"fitted to the steps {fitted}, measured on {measured}")
+    with run_lock(own.target):
+        written = place(checkpoint, CheckpointFolder(own.target), placement)
+    print(f"wrote {written}")
 
 
 def _size(files: dict[str, dict[str, int]]) -> str:

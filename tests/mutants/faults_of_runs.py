@@ -41,6 +41,27 @@ FAULTS_OF_RUNS = [
         ("tests/training/test_freed_memory.py",),
     ),
     Fault(
+        "a placement orders the weights of the experts and not Adam's state",
+        f"{TRAINING}/checkpoint/placement.py",
+        'r"(?:.+\\.)?decoder',
+        'r"decoder',
+        ("tests/training/checkpoint/test_placement.py",),
+    ),
+    Fault(
+        "a placed table of token ids names the experts before",
+        f"{TRAINING}/checkpoint/placement.py",
+        "order_E.argsort()[tensor]",
+        "order_E[tensor]",
+        ("tests/training/checkpoint/test_placement.py",),
+    ),
+    Fault(
+        "a placement counts tokens that chose both of two exchanged experts",
+        f"{TRAINING}/checkpoint/placement.py",
+        " - alone_TE.T @ chosen_TE",
+        "",
+        ("tests/training/checkpoint/test_placement.py",),
+    ),
+    Fault(
         "both of Adam's moments are saved as the first",
         f"{TRAINING}/checkpoint/optimizer.py",
         '_moment(piece, name), f"',

@@ -225,8 +225,8 @@ def find_checkpoint(path: Path) -> Path:
 def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
     """Copy small files to the checkpoint: a str is the text, a Path the file or folder to copy."""
     for name, source in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(source, str):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_text(source, encoding="utf-8")
         elif source.is_dir():
             shutil.copytree(source, target / name)

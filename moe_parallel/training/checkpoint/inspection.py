@@ -1,8 +1,8 @@
-"""Checkpoints for a user, on one process: how two differ, and one in other files.
+"""Checkpoints for a user, on one process: how two differ, and one written anew.
 
 Any layout reads any checkpoint, but a rank reads a stored part of a tensor as a whole. A checkpoint
 of a few ranks therefore costs many ranks memory and time, and one of a thousand ranks is a thousand
-files. `reshard` cuts every tensor into at most as many parts as there are files.
+files. `rewrite` cuts every tensor into at most as many parts as there are files.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from moe_parallel.training.checkpoint.record import FORMAT, check_content, read_
 from moe_parallel.training.checkpoint.tensors import StoredPart, whole_tensor, write_alone
 
 COMPARED_AT_ONCE = 2**22  # values
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
 _PARTS = ("embedding.", "decoder.layers.", "decoder.", "output_layer.")
 
 
@@ -90,12 +92,21 @@ def place_in_model(key: str) -> tuple[int, list[str | int], str]:
     return part, [int(word) if word.isdigit() else word for word in words], state
 
 
-def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
+def unchanged(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself."""
+    return tensor
+
+
+def rewrite(
+    checkpoint: Path, folder: CheckpointFolder, files: int, change: Change = unchanged
+) -> Path:
     """Write `checkpoint` into `folder` in at most `files` files of tensors; returns its path.
 
-    The tensors are the same to the bit. The random states and FP8's scales of the ranks are left
-    out, so a run that continues from it starts them anew, as after any change of the layout. The
-    memory needed is that of the largest tensor and two of its new parts.
+    The random states and FP8's scales of the ranks are left out, so a run that continues from it
+    starts them anew, as after any change of the layout. The memory needed is that of the largest
+    tensor, before and after `change`, and two of its new parts.
+
+    `change`: of a tensor by its key, to one of the same shape and dtype.
 
     Raises:
         InputError: the checkpoint is damaged, or the folder has one of this iteration.
@@ -108,7 +119,7 @@ def reshard(checkpoint: Path, folder: CheckpointFolder, files: int) -> Path:
     if iteration in folder.iterations():
         raise InputError(f"{folder.published_path(iteration)} exists already: name another folder")
     index = read_index(checkpoint)
-    read = lru_cache(maxsize=1)(lambda key: whole_tensor(index, key, checkpoint))
+    read = lru_cache(maxsize=1)(lambda key: change(key, whole_tensor(index, key, checkpoint)))
     parts = [
         part
         for key, entry in sorted(tensor_entries(index).items())
