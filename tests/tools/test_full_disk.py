@@ -29,6 +29,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: By tool, the words after it.
 LINES = {
+    "export_hf.py": ["--load", "RUN", "--output", "OUT"],
+    "preprocess_data.py": [
+        *("--input", "prompts.jsonl", "--tokenizer-model", "tokenizer", "--output-prefix", "OUT"),
+    ],
     "analyze.py": ["--load", "RUN", "--text", "0.jsonl", "--permutations", 9, "--output", "OUT"],
     "report.py": ["RUN", "--output", "OUT"],
     "generate.py": [
