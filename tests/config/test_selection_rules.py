@@ -9,7 +9,7 @@ from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.errors import InputError
 from moe_parallel.systems import SELECTIONS
 from tests.config import test_fp8, test_validate
-from tests.config.test_validate import AOE, VALID
+from tests.config.test_validate import AOE, VALID, refuse
 
 TOP_P = {"expert_selection": "top_p"}
 AOE_TOP_P = AOE | {"expert_selection": "aoe_top_p"}
@@ -295,16 +295,6 @@ def test_broken(message: str) -> None:
     refuse(BROKEN[message], message)
 
 
-def refuse(options: dict[str, Any], message: str) -> None:
-    config = make_config(VALID | options)
-    parallel = config.parallel
-    dense = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
-    with pytest.raises(InputError, match=message) as caught:
-        validate(config, max(dense, experts))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("system", [LORY, PREFIX, SMEAR, SEGMENTS])
 def test_means_over_documents_are_refused(system: dict[str, Any]) -> None:
     refuse(system | OWN_DOCUMENTS, "--reset-attention-mask is true, but .* by the mean of")
@@ -333,9 +323,10 @@ def test_no_number_is_without_a_rule() -> None:
     for options in selection_options().values():
         known = known | options
     numbers = {name for name, option in known.items() if option.kind in (int, float)}
-    broken = [*BROKEN.values(), *(options for options, *_ in test_validate.BROKEN)]
+    broken = [*BROKEN.values(), *test_validate.BROKEN.values()]
     broken += [options for options, _ in test_fp8.REFUSED.values()]
     ruled = {name for options in broken for name in options}
+    ruled |= {*test_validate.AT_LEAST_0, *test_validate.AT_LEAST_1, *test_validate.ABOVE_0}
     ruled |= {word.split("=")[0] for _, words in OUT_OF_RANGE for word in words.split()}
     assert numbers - ruled - {"moe_dense_warmup_percent"} == set()  # tests/training/test_upcycling
 
