@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import make_config, parse_command_line, validate
+from moe_parallel.config import make_config, validate
 from moe_parallel.errors import InputError
 
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -58,8 +58,3 @@ def test_refused(options: dict[str, Any], modules: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         validate(config, 1)
     assert str(caught.value).isprintable()
-
-
-def test_as_flags() -> None:
-    flags = ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"]
-    assert parse_command_line(flags).training.recompute_modules == ("core_attn", "mlp")

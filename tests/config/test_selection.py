@@ -7,7 +7,6 @@ import pytest
 from moe_parallel.config import (
     AutonomousSelection,
     RoutedSelection,
-    Selection,
     aoe_wide_size,
     make_config,
 )
@@ -50,13 +49,6 @@ def test_width_of_an_expert(options: dict[str, Any], width: int) -> None:
     assert config.expert_width == width
 
 
-@pytest.mark.parametrize(("name", "kind"), SELECTIONS.items())
-def test_one_word_names_a_system(name: str, kind: type[Selection]) -> None:
-    config = make_config({"expert_selection": name})
-    assert type(config.selection) is kind
-    assert config.selection.system == name
-
-
 @pytest.mark.parametrize(
     ("options", "std"),
     [
@@ -93,14 +85,6 @@ def test_the_first_coefficient_of_relu_depends_on_the_run(
     assert selection.initial_coefficient(config.training.train_iters) == pytest.approx(initial)
     (note,) = config.notes
     assert f"begins at {initial:.3g} in a run of {options['train_iters']} iterations" in note
-
-
-def test_a_given_coefficient_of_relu_is_not_rescaled() -> None:
-    config = make_config(RELU | {"moe_relu_l1_coeff_init": 0.5})
-    assert isinstance(config.selection, ReLUSelection)
-    assert config.selection.initial_coefficient(10) == 0.5
-    assert config.notes == []
-    assert ReLUSelection().initial_coefficient(None) == 1e-8
 
 
 def test_a_checkpoint_loads_whichever_way_its_weights_started() -> None:

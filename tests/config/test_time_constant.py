@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_parallel.config import BiasBalancing, make_config
-from moe_parallel.config.selection.selection import TimeConstant, kept_share
+from moe_parallel.config.selection.selection import TimeConstant
 from moe_parallel.systems.top_p.rule import TopPController
 
 BIAS = {"num_experts": 8, "moe_router_enable_expert_bias": True, "train_iters": 1000}
@@ -68,13 +68,6 @@ def test_the_range_of_the_norms_of_routing_neurons(width: int, norm_of: str) -> 
     own = {"expert_selection": "uoe", "hidden_size": width, "init_method_std": 0.02}
     found = steps(**own, uoe_norm_of=norm_of, moe_router_bias_update_rate=0.01)
     assert found == pytest.approx(8 * spread / 0.01, rel=0.08)
-
-
-def test_the_range_of_logits_of_a_large_router() -> None:
-    own = {"expert_selection": "threshold", "hidden_size": 100, "init_method_std": 0.02}
-    sign = own | {"moe_threshold_update": "sign", "moe_router_hidden_size": 400}
-    # 0.02 sqrt(100) = 0.2, times 0.02 sqrt(400) = 0.4.
-    assert only_state(**sign).steps == pytest.approx(8 * 0.08 / 1e-2)
 
 
 def test_coefficients_of_losses() -> None:
@@ -144,12 +137,6 @@ def test_slow_states_are_warned(options: dict[str, Any], message: str) -> None:
     assert [bool(re.search(message, each)) for each in slow if "time constant" in each] == [True]
 
 
-def test_no_state_no_time() -> None:
-    assert make_config({"num_experts": 8}).time_constants == []
-    assert make_config({"num_experts": 8, "expert_selection": "smear"}).time_constants == []
-    assert make_config({}).time_constants == []
-
-
 def rescaled(**options: Any) -> BiasBalancing:
     config = make_config(BIAS | options)
     found = config.selection.rescaled(config)
@@ -181,10 +168,3 @@ def test_a_run_that_is_too_short_is_warned() -> None:
         for system in ({}, AOE):
             own = {"train_iters": length, "moe_router_bias_update_rate": None}
             assert make_config(BIAS | system | own).warnings == []
-
-
-def test_notes() -> None:
-    state = TimeConstant("cutoffs", 1234.5, "lower it")
-    assert state.note(2000) == "cutoffs: time constant 1,234 steps, 0.62 of --train-iters 2000"
-    assert state.warning(10_000) is None
-    assert (kept_share(20), kept_share(1), kept_share(0.5)) == (0.95, 0.0, 0.0)

@@ -30,12 +30,6 @@ def test_the_twin_is_dense_and_as_wide_as_an_expert(selection):
     validate(twin, world_size=1)
 
 
-def test_the_twin_keeps_what_is_not_only_for_experts():
-    twin = dense_twin(make_config(EXPERTS | WARM_UP | {"gradient_accumulation_fusion": True}))
-    assert twin.training.gradient_accumulation_fusion
-    validate(twin, world_size=1)
-
-
 WRONG = {
     "above": ({"moe_dense_warmup_percent": 100.0}, ".* is 100.0: it must be below 100"),
     "below": ({"moe_dense_warmup_percent": -1.0}, ".* is -1.0: it must be at least 0"),
@@ -80,9 +74,3 @@ def test_the_twin_is_divided_over_tensor_parallel_ranks():
     validate(make_config(EXPERTS | options), world_size=2)
     with pytest.raises(InputError, match="as wide as an expert, 33, which --tensor-model.* 2 does"):
         validate(make_config(EXPERTS | options | WARM_UP), world_size=2)
-
-
-@pytest.mark.parametrize("selection", [{}, AOE, {"moe_layer_freq": "2"}])
-def test_right_options(selection):
-    for given in WARM_UP, {"moe_use_upcycling": True}:
-        validate(make_config(EXPERTS | selection | given), world_size=1)

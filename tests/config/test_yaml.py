@@ -90,30 +90,20 @@ def test_what_is_written_names_every_option_in_its_section() -> None:
         ("num_layers: 6", ["--num-layers", "6"]),
         ("num-layers: '6'", ["--num-layers", "6"]),
         ("lr: 2e-4", ["--lr", "2e-4"]),
-        ("lr: 2.0e-4", ["--lr", "0.0002"]),
-        ("lr: 1", ["--lr", "1"]),
-        ("bf16: true", ["--bf16"]),
-        ("bf16: True", ["--bf16", "true"]),
         ("bf16: yes", ["--bf16", "true"]),
-        ("tensorboard: false", ["--tensorboard", "false"]),
         ("tensorboard: 'false'", ["--tensorboard", "false"]),
         ("moe-layer-freq: 2", ["--moe-layer-freq", "2"]),
         ("moe-layer-freq: '[0]+[1]*3'", ["--moe-layer-freq", "[0]+[1]*3"]),
-        ("num-query-groups: null", []),
-        ("num-query-groups: none", ["--num-query-groups", "none"]),
         ("num-query-groups:", []),
         ("seed: &n 6\nnum-layers: *n", ["--seed", "6", "--num-layers", "6"]),
         ("save: 12", ["--save", "12"]),
-        ("data-path: one", ["--data-path", "one"]),
         ("data-path: 0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
         ("data-path: [0.3, a, 0.7, b]", ["--data-path", "0.3", "a", "0.7", "b"]),
         ("data-path: [with space]", ["--data-path", "with space"]),
-        ("split: 9,1,0", ["--split", "9,1,0"]),
         (
             "expert-selection: aoe\naoe-low-rank-size: 8",
             ["--aoe-low-rank-size", "8", "--expert-selection", "aoe"],
         ),
-        ("", []),
         ("# nothing\n---\n", []),
         ("\ufeffnum-layers: 6", ["--num-layers", "6"]),
     ],
@@ -199,8 +189,6 @@ def test_what_does_not_go_with_either_selection(
             "num-layrs: 3",
             "--num-layrs is not a flag or YAML key of this program: did you mean --num-l",
         ),
-        ("expert-selectoin: aoe", "--expert-selectoin is not a .* did you mean --expert-selection"),
-        ("aoe-low-rank: 3", "--aoe-low-rank is not a flag"),
         *(
             (f"{key}: 2", f"--{key} belongs to the command line: .* start with --{key} 2$")
             for key in ("nproc-per-node", "max-restarts", "config", "help")
@@ -211,24 +199,18 @@ def test_what_does_not_go_with_either_selection(
             "moe-z-loss-coeff: 1\nexpert-selection: aoe",
             "--moe-z-loss-coeff is 1, but it belongs to .* topk",
         ),
-        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, aoe"),
         ("expert-selection: [aoe]", "--expert-selection is .'aoe'.: it takes one of"),
-        ("expert-selection:", "--expert-selection needs a value"),
         ("bf16:", "--bf16 needs a value: give it true or false"),
         ("bf16: 1", "--bf16 is 1: it takes true or false"),
-        ("num-layers: true", "--num-layers is True: it takes an integer"),
         ("num-layers: 4.0", "--num-layers is 4.0: it takes an integer"),
         ("num-layers: {a: 4}", "--num-layers is {'a': 4}: it takes an integer"),
-        ("num-layers:", "--num-layers needs a value: give it an integer"),
         ("lr: -.inf", "--lr is -inf: it takes a finite number"),
         (
             "split: [9, 1, 0]",
             "--split is .9, 1, 0.: it takes text of one line, in YAML best in quo",
         ),
-        ("save: true", "--save is True: it takes text"),
         ("save: |\n  two\n  lines", "--save is .*: it takes text"),
         ("data-path: 5", "--data-path is 5: it takes words on one line, or a YAML list of them"),
-        ("data-path: []", "--data-path is ..: it takes words"),
         ("data-path: [a, [b]]", "--data-path is .'b'.: it takes words"),
         ("data-path: [null]", "--data-path is None: it takes words"),
     ],
@@ -243,19 +225,13 @@ def test_wrong_keys_and_values(file: Path, text: str, start: str) -> None:
     ("text", "problem"),
     [
         ("- a", "must hold lines of the form `key: value`"),
-        ("word", "must hold lines of the form `key: value`"),
         ("a: b: c", "is not valid YAML: mapping values are not allowed here"),
         ("moe-layer-freq: [0]+[1]*3", "is not valid YAML: .*line 1"),
-        ("\ta: 1", "is not valid YAML"),
         ("a: \x01", "is not valid YAML"),
-        ("? [1, 2]\n: 3", "is not valid YAML"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine"),
-        ("a: 2001-13-99", "is not valid YAML"),
         ("---\na: 1\n---\nb: 1", "is not valid YAML: expected a single document"),
         ("a: &a [*a]", "is not valid YAML: an alias stands for a list or a map: write it out"),
-        ("a: &a {b: *a}", "is not valid YAML: an alias stands for"),
         ("x: &x {a: 1}\n<<: [*x, *x]", "is not valid YAML: an alias stands for"),
-        ("num-layers: 4\nseed: 1\nnum-layers: 5", "gives num-layers twice: keep one of the lines"),
         ("num-layers: 4\nnum_layers: 4", "gives num-layers twice: keep one of the lines"),
     ],
 )
@@ -290,8 +266,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "does not exist" in message_for(tmp_path / "two\nlines")
     assert "cannot be read" in message_for(tmp_path / ("x" * 5000))
     assert "cannot be read" in message_for("")
-
-
-def test_keys_of_a_file_are_option_names(file: Path) -> None:
-    file.write_text("num-layers: 4\nmin_lr: 1e-5\n")
-    assert read_yaml(file) == {"num_layers": 4, "min_lr": "1e-5"}

@@ -24,13 +24,6 @@ def test_each_storage_counts_once_and_parameters_do_not() -> None:
     assert saved_bytes(square) == 4 * KIB  # two views of one storage
 
 
-def test_what_is_not_needed_again_is_not_saved() -> None:
-    x = kib(4)
-    assert (
-        saved_bytes(BenchContender("sum", lambda: [x + x], {"x": x}, upstream=(x.detach(),))) == 0
-    )
-
-
 def test_the_peak_is_what_was_held_at_once() -> None:
     x = kib(1024)
 
@@ -41,12 +34,4 @@ def test_the_peak_is_what_was_held_at_once() -> None:
         return [b + 3]  # two at the same time
 
     peak = peak_bytes(BenchContender("sums", forward), "cpu")
-    assert 2 * 1024 * KIB <= peak <= 2 * 1024 * KIB + SCALARS
-
-
-def test_gradients_count_among_the_peak() -> None:
-    x = kib(1024)
-    upstream = torch.ones_like(x)
-    doubled = BenchContender("doubled", lambda: [x * 2.0], {"x": x}, upstream=(upstream,))
-    peak = peak_bytes(doubled, "cpu")  # the output and the gradient
     assert 2 * 1024 * KIB <= peak <= 2 * 1024 * KIB + SCALARS

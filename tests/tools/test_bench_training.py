@@ -1,14 +1,12 @@
 """AoE against its twin in training: the numbers of a run, the comparison of runs, the report."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from moe_parallel.errors import InputError
-from tests.tools.running import run_tool_forked
 from tools.bench import training
-from tools.bench.training import TwinContender, TwinRun, contenders, ratios, table
+from tools.bench.training import TwinRun, contenders, ratios
 
 MIB = 2**20
 
@@ -32,29 +30,8 @@ def test_a_run_that_ends_by_itself_is_told_with_its_last_line(tmp_path: Path) ->
         training.train(command, tmp_path / "run", 3)
 
 
-def test_a_run_finds_packages_where_this_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/carried")
-    command = [sys.executable, "-c", "import sys; print('/carried' in sys.path)"]
-    with pytest.raises(InputError, match=r"a run ended by itself: True"):
-        training.train(command, tmp_path / "run", 3)
-
-
 def test_speed_and_memory_are_compared_within_turns() -> None:
     """The second turn ran on a machine at half its speed: both runs have half."""
     twins = [TwinRun([100.0, 90.0, 110.0], 100 * MIB), TwinRun([50.0], 100 * MIB)]
     ours = [TwinRun([98.0, 20.0, 99.0], 90 * MIB), TwinRun([49.0], 110 * MIB)]
     assert ratios(ours, twins) == pytest.approx((0.98, 1.0))
-
-
-def test_the_table_names_speed_and_memory_of_the_twin() -> None:
-    field = [TwinContender("twin", ""), TwinContender("ours", "", twin="twin")]
-    runs = {"twin": [TwinRun([100.0], 100 * MIB)], "ours": [TwinRun([97.0], 101 * MIB)]}
-    assert table(field, runs)[-1].split() == ["ours", "97", "0.970x", "101.0", "1.010x"]
-
-
-def test_a_wrong_number_is_named() -> None:
-    told = run_tool_forked("bench/training.py", "--turns", 0)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr == "training.py: --turns is 0: it must be at least 1\n"

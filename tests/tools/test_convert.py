@@ -66,10 +66,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--to is None: it takes one of aoe, topk"),
         (["--to", "dense"], "--to is dense: it takes one of aoe, topk"),
         (["--to", "aoe", "--save", "x"], "--load is not set"),
-        (["--to", "aoe", "--load", "x"], "--save is not set"),
         (["--to", "aoe", "--load", "nowhere", "--save", "x"], "nowhere: there is no such folder"),
     ],
 )

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.data.tokenizer import train_byte_bpe
-from tests.tools.running import RunTool, run_tool, run_tool_forked
+from tests.tools.running import RunTool, run_tool_forked
 
 TOP_P = "--config examples/papers/dynamic/top_p_3.5b.yaml --moe-backend reference".split()
-run = partial(run_tool, "count_parameters.py")
 run_forked = partial(run_tool_forked, "count_parameters.py")
 
 
@@ -28,18 +27,11 @@ def test_prints_one_json_object_and_nothing_else(start: RunTool) -> None:
     }
 
 
-def test_what_only_training_tells_is_null() -> None:
+def test_what_only_training_tells_is_null_unless_it_is_given() -> None:
     result = run_forked(*TOP_P)
     assert (result.returncode, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == {
-        "total": 3_488_531_456,
-        "active": None,
-        "active_compute": None,
-        "flops_per_token": None,
-    }
-
-
-def test_experts_per_token_say_what_training_told() -> None:
+    unknown = dict.fromkeys(("active", "active_compute", "flops_per_token"))
+    assert json.loads(result.stdout) == {"total": 3_488_531_456} | unknown
     result = run_forked(*TOP_P, "--experts-per-token", "2")
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == {
@@ -61,13 +53,6 @@ def test_the_vocabulary_is_that_with_which_training_would_begin(tmp_path: Path) 
     assert total("--data-path", "x", "--tokenizer-model", tmp_path) == total("--vocab-size", 258)
 
 
-def test_help() -> None:
-    result = run("--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "--experts-per-token" in result.stdout
-    assert "accepts those of pretrain_gpt_moe.py" in result.stdout
-
-
 DENSE = ["--vocab-size", "100"]
 TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
 
@@ -76,11 +61,8 @@ TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
     ("arguments", "message"),
     [
         (["--num-expert", "8"], "--num-expert is not a flag.*--num-experts"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk is 3"),
-        ([*TOP_P_SMALL, "--experts-per-token", "x"], "--experts-per-token: invalid.*'x'"),
         ([*TOP_P_SMALL, "--experts-per-token", "nan"], "--experts-per-token is nan.* from 1 to"),
-        ([*TOP_P_SMALL, "--experts-per-token", "0.5"], "--experts-per-token is 0.5.* from 1 to"),
         ([*TOP_P_SMALL, "--experts-per-token", "5"], "--experts-per-token is 5.* --num-experts 4"),
         ([*DENSE, "--experts-per-token", "2"], "--experts-per-token is 2.* dense: leave it out"),
         (

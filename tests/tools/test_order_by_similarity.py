@@ -1,10 +1,6 @@
 """The complete tool: its files and output, its exit codes, and a training run on its output."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 from tools.order_by_similarity import main
 
-ROOT = Path(__file__).resolve().parents[2]
 EOD = 500
 S = 32
 SOURCES = ("kinds.jsonl",)
@@ -136,19 +131,11 @@ def test_an_interruption_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--seq-length", 0], "--seq-length is 0: it must be at least 1"),
         (["--seq-length", 10**6], r"--seq-length 1000000 is longer than the text.*6169 tokens"),
         (["--neighbors", 0], "--neighbors is 0: it must be at least 1"),
-        (["--neighbors", "few"], "--neighbors: invalid int value: 'few'; --help lists all"),
-        (["--probes", 0], "--probes is 0: it must be at least 1"),
-        (["--embedding-size", 0], "--embedding-size is 0: it must be at least 1"),
-        (["--seed", -1], "--seed is -1: it must be at least 0"),
-        (["--instances-per-document", 0], "--instances-per-document is 0: it must be at least 1"),
         (["--instances-per-document", 2**30], "more tokens than a document can hold"),
-        (["--duplicate-threshold", 0], r"--duplicate-threshold 0.0 must be above 0 \(2, which no"),
         (["--duplicate-threshold", "nan"], r"--duplicate-threshold nan must be above 0"),
         (["--eod-id", -3], "--eod-id -3 is not a token id"),
-        (["--data-path", "no/such"], r"--data-path no/such: no/such.idx is missing"),
         (["--encoder", "x"], "ByteLevelBPE needs --tokenizer-model"),
     ],
 )
@@ -161,66 +148,6 @@ def test_wrong_input_is_one_line_and_code_2(
     assert printed.out == ""
     assert re.fullmatch(rf"error: .*{message}.*\n", printed.err), printed.err
     assert not list(tmp_path.glob("new/*"))
-
-
-def one_document(folder: Path) -> tuple[Path, Path]:
-    write_indexed(folder / "in", [[1, 2, 3]], 10)
-    return folder / "in", folder / "out"
-
-
-def onto_itself(folder: Path) -> tuple[Path, Path]:
-    data = kinds_of_text(folder)
-    return data, folder / "x" / ".." / "in"
-
-
-def into_a_file(folder: Path) -> tuple[Path, Path]:
-    (folder / "file").touch()
-    return kinds_of_text(folder), folder / "file" / "out"
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        (one_document, "holds one document: nothing to order"),
-        (onto_itself, "is the --data-path: give another name"),
-        (into_a_file, "(File exists|Not a directory)"),
-    ],
-)
-def test_files_that_cannot_be_used(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    where: Callable[[Path], tuple[Path, Path]],
-    message: str,
-) -> None:
-    assert order(*where(tmp_path)) == 2
-    assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
-
-
-def test_an_encoder_is_not_given_the_words_of_another_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = small_data(tmp_path)["data_path"][0]
-    more = ["--encoder", "any", "--tokenizer-type", "NullTokenizer", "--vocab-size", 900]
-    assert order(data, tmp_path / "out", *more) == 2
-    assert "is not the tokenizer that wrote" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_prints_no_warning(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [
-            *(sys.executable, "tools/order_by_similarity.py"),
-            *("--data-path", kinds_of_text(tmp_path), "--output-prefix", tmp_path / "out"),
-            *("--seq-length", "64", "--index", "ivf"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("200 documents")
 
 
 def test_training_takes_what_it_wrote(tmp_path: Path) -> None:

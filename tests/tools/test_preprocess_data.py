@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -96,29 +95,6 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     os.killpg(reading.process.pid, number)  # as a terminal does, to all processes
     assert reading.end() == (130, "error: interrupted; nothing was written\n")
     assert list(reading.out.iterdir()) == []
-
-
-def test_a_disk_that_takes_no_more_is_one_line_and_code_2(tmp_path: Path) -> None:
-    small_bpe().save(tmp_path / "tokenizer")
-    source = write(tmp_path / "in.jsonl", *(words(200, i) for i in range(100)))
-    result = subprocess.run(
-        [
-            sys.executable, "tools/preprocess_data.py", "--input", source,
-            "--output-prefix", tmp_path / "out" / "my", "--tokenizer-model", tmp_path / "tokenizer",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert result.stderr == (
-        f"error: --output-prefix {tmp_path}/out/my cannot be written (File too large): "
-        "name a folder on a disk with room\n"
-    )
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 # Prints the most memory that the program had, in kB. getrusage would count that of its parent.

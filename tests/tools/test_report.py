@@ -123,25 +123,6 @@ def test_a_file_without_bounds_is_one_line_or_left_out(whole, tmp_path, capsys, 
         data_of((tmp_path / "r.html").read_text(encoding="utf-8"))
 
 
-def test_wrong_flags(tmp_path, capsys):
-    run = run_folder(tmp_path / "run")
-    for flags, message in [
-        ([], "the following arguments are required: RUN"),
-        ([str(run), "--outptu", "x"], "--outptu"),
-        ([str(run), "--output", str(tmp_path)], "is a folder: name a file"),
-    ]:
-        assert exit_code(flags) == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1, said
-
-
-def exit_code(flags: list[str]) -> int:
-    try:
-        return main(flags)
-    except SystemExit as end:
-        return int(end.code)
-
-
 def test_nothing_of_torch_is_imported(tmp_path):
     flags = [str(run_folder(tmp_path / "run")), "--output", str(tmp_path / "r.html")]
     script = (
