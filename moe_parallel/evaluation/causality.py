@@ -42,6 +42,10 @@ TOLERANCE = {
 }
 
 
+#: The number of other tokens to try at each place, if there are that many.
+REPLACEMENTS = 2
+
+
 class TokenPlace(NamedTuple):
     """The place of a token and its output in a micro-batch. Both numbers count from 0."""
 
@@ -127,12 +131,10 @@ def measure_influence(
     vocab_size: int,
     *,
     places: Sequence[TokenPlace] | None = None,
-    replacements: int = 2,
-    seed: int = 0,
 ) -> Influence:
     """Perturb tokens one at a time and compare all outputs with the unperturbed ones.
 
-    Runs the model P * replacements + 2 times. Torch's random generators start each run in the same
+    Runs the model P * REPLACEMENTS + 2 times. Torch's random generators start each run in the same
     state, and are restored afterward.
 
     Args:
@@ -140,8 +142,6 @@ def measure_influence(
         tokens_BS: int64, the micro-batch.
         vocab_size: replacements are drawn from the tokens below it; at least 2.
         places: the tokens to perturb; None: all.
-        replacements: the number of other tokens to try at each place, if there are that many.
-        seed: the seed of the replacements and of the random numbers inside the model.
 
     Raises InputError if logits are not finite, or if the same tokens give different logits.
     """
@@ -151,7 +151,7 @@ def measure_influence(
 
     def run(perturbed_BS: torch.Tensor) -> torch.Tensor:
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             logits_BSV = logits_of(perturbed_BS)
         if not torch.isfinite(logits_BSV).all():
             raise InputError("the logits are not finite: probe a model that has not diverged")
@@ -159,10 +159,10 @@ def measure_influence(
 
     logits_BSV = run(tokens_BS)
     tolerance = TOLERANCE[logits_BSV.dtype] * float(logits_BSV.abs().max())
-    draw = random.Random(seed)
+    draw = random.Random(0)
     changes = []
     for place in places:
-        others = _others(int(tokens_BS[place]), vocab_size, replacements, draw)
+        others = _others(int(tokens_BS[place]), vocab_size, draw)
         runs = [run(_with(tokens_BS, place, token)) for token in others]
         changes.append(torch.stack([_change(each, logits_BSV) for each in runs]).amax(0))
     again = float(_change(run(tokens_BS), logits_BSV).max())
@@ -197,9 +197,9 @@ def logits_of_gpt(model: Any) -> LogitsOf:
     return logits_of
 
 
-def _others(token: int, vocab_size: int, count: int, draw: random.Random) -> list[int]:
+def _others(token: int, vocab_size: int, draw: random.Random) -> list[int]:
     """Random distinct tokens other than `token`."""
-    drawn = draw.sample(range(vocab_size - 1), min(count, vocab_size - 1))
+    drawn = draw.sample(range(vocab_size - 1), min(REPLACEMENTS, vocab_size - 1))
     return [other + (other >= token) for other in drawn]
 
 

@@ -59,23 +59,13 @@ class MixtureOfExperts(nn.Module):
         num_experts: int,
         selection: Selection | None,
         shortcuts: dict[str, Any],
-        *,
-        ffn_hidden_size: int | None,
-        capacity_factor: float | None,
-        init_method_std: float | None,
-        backend: str | None,
+        others: dict[str, Any],
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         kinds = type(self).__name__, self.DEFAULT, self.SYSTEMS
         options = options_of_layer(*kinds, selection, shortcuts)
-        others = {
-            "ffn_hidden_size": ffn_hidden_size,
-            "capacity_factor": capacity_factor,
-            "init_method_std": init_method_std,
-            "backend": backend,
-        }
         sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
         self.config = layer_config(sizes, options | others)
         self.hidden_size, self.num_experts = hidden_size, num_experts
@@ -267,18 +257,13 @@ class AoE(MixtureOfExperts):
             "aux_loss_coeff": aux_loss_coeff,
             "expert_bias": expert_bias,
         }
-        super().__init__(
-            hidden_size,
-            num_experts,
-            selection,
-            shortcuts,
-            ffn_hidden_size=ffn_hidden_size,
-            capacity_factor=capacity_factor,
-            init_method_std=init_method_std,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        others = {
+            "ffn_hidden_size": ffn_hidden_size,
+            "capacity_factor": capacity_factor,
+            "init_method_std": init_method_std,
+            "backend": backend,
+        }
+        super().__init__(hidden_size, num_experts, selection, shortcuts, others, device, dtype)
 
 
 class RoutedMoE(MixtureOfExperts):
@@ -319,15 +304,10 @@ class RoutedMoE(MixtureOfExperts):
         Raises InputError, a ValueError whose message is one line.
         """
         shortcuts = {"top_k": top_k, "aux_loss_coeff": aux_loss_coeff, "expert_bias": expert_bias}
-        super().__init__(
-            hidden_size,
-            num_experts,
-            selection,
-            shortcuts,
-            ffn_hidden_size=ffn_hidden_size,
-            capacity_factor=capacity_factor,
-            init_method_std=init_method_std,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        others = {
+            "ffn_hidden_size": ffn_hidden_size,
+            "capacity_factor": capacity_factor,
+            "init_method_std": init_method_std,
+            "backend": backend,
+        }
+        super().__init__(hidden_size, num_experts, selection, shortcuts, others, device, dtype)

@@ -12,7 +12,6 @@ from moe_parallel.analysis.routing import (
     AnalysisTotals,
     Blocks,
     SelectionsFile,
-    View,
     mutual_information,
     read_facts,
     read_table,
@@ -75,17 +74,6 @@ def test_pairs(totals, layer):
     )
     expected = [[pairs[one, other] for other in range(4)] for one in range(4)]
     assert totals.pairs_GEE[layer].tolist() == expected
-
-
-def test_items(totals):
-    times, experts = collections.Counter(), collections.Counter()
-    for part in PARTS:
-        for place, item in enumerate(part.token_T.tolist()):
-            used = [sum(each.experts_TK[place] >= 0) for each in part.layers]
-            times[item] += 1
-            experts[item] += sum(used) / 2
-    assert totals.tokens_V.tolist() == [times[item] for item in range(7)]
-    assert totals.experts_V == pytest.approx([experts[item] for item in range(7)])
 
 
 def test_tables_have_every_number_once(totals):
@@ -215,16 +203,6 @@ def test_selections_are_rows(tmp_path, monkeypatch, rows_of_a_group):
     assert rows == expected and len(rows) == 3 * 15 * 2
 
 
-def test_the_view_keeps_the_first_tokens_of_each_text():
-    view = View(18)
-    for part in ROWS:
-        view.add(part)
-    assert view.columns["text"] == ["code"] * 15 + ["a <b>"] * 15 + ["code"] * 3
-    assert view.columns["sample"][-3:] == [3, 3, 3]
-    used = (ROWS[2].layers[1].experts_TK[2] >= 0).sum()
-    assert view.columns["used"][-1][1] == used and len(view.columns["best"][0]) == 2
-
-
 def test_what_is_missing_or_damaged(tmp_path):
     for name, text in (("torn", "PAR1 and no more"), ("empty", "")):
         (tmp_path / f"{name}.parquet").write_text(text)
@@ -236,9 +214,3 @@ def test_what_is_missing_or_damaged(tmp_path):
     (tmp_path / "analysis.json").write_text("[]")
     with pytest.raises(InputError, match=r"analysis.json cannot be read: repeat"):
         read_facts(tmp_path)
-
-
-def test_without_pyarrow(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(InputError, match="needs pyarrow, which is not installed: pip install"):
-        SelectionsFile(tmp_path)

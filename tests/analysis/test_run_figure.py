@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,17 +135,6 @@ def test_iterations_done_twice_are_drawn_once():
     assert history.train_loss.values_R[19] == first[19]["lm_loss"]
 
 
-def test_history_of_counts():
-    records = synthetic_run(logged=20, layers=2, experts=2, dropped=5)
-    for record, counts in zip(records[-2:], ([30, 10], [10, 10]), strict=True):
-        record["layers"][0]["tokens_per_expert"] = counts
-    routing = RunHistory.from_records(records).routing
-    assert routing.final_records() == 2
-    np.testing.assert_allclose(routing.final_relative_load_GE()[0], [40 / 30, 20 / 30])
-    choices = sum(sum(layer["tokens_per_expert"]) for r in records for layer in r["layers"])
-    assert routing.dropped_share() == pytest.approx(5 * 2 * 20 / choices)
-
-
 def run_folder(folder: Path, records: list[dict]) -> Path:
     folder.mkdir()
     lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -175,15 +162,3 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, content, message):
     with pytest.raises(InputError, match=message) as caught:
         plot_run(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_nothing_of_training_is_imported():
-    script = (
-        "import sys, moe_parallel.analysis.run_figure\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron')\n"
-        "       or m.startswith('moe_parallel.training')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]", done.stderr

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,12 +122,6 @@ def test_a_cell_is_new_then_queued_then_failed_or_finished(folders):
     assert second.state(set()) == FINISHED
 
 
-def test_a_cell_is_not_replaced_by_another(folders):
-    other = replace(folders[0], options=OPTIONS | {"seed": 5})
-    with pytest.raises(InputError, match="other options"):
-        other.write()
-
-
 def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     with pytest.raises(InputError, match="no finished cell"):
         rows_of(folders, 1)
@@ -149,12 +142,6 @@ def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     assert "Cells of " in (tmp_path / "scaling.html").read_text()
     with pytest.raises(InputError, match="--warm-up 4"):
         rows_of(folders, 4)
-
-
-def test_a_slow_first_step_is_no_time_between_steps(folders):
-    finish(folders[0], 1.0)
-    ((row,), _) = rows_of(folders, 0)
-    assert row["between_seconds"] == pytest.approx(0.25)
 
 
 def test_the_plan_and_its_error_are_in_the_table(folders):

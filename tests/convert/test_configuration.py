@@ -32,11 +32,6 @@ def test_what_both_systems_have_stays():
     assert (config.optimizer.lr, config.checkpoint.save) == (0.5, "new")
 
 
-def test_what_is_left_out_is_named():
-    assert left_out(topk(moe_z_loss_coeff=1e-3), "aoe") == ["--moe-z-loss-coeff 0.001"]
-    assert left_out(topk(), "aoe") == []
-
-
 @pytest.mark.parametrize(
     ("source", "gate"),
     [({}, "selected"), ({"moe_router_topk": 1}, "all"), ({"moe_router_pre_softmax": True}, "all")],
@@ -45,13 +40,6 @@ def test_norms_weigh_as_the_router_did(source, gate):
     source = topk(**source)
     assert converted_config(source, "aoe", "new", []).selection.aoe_gate == gate
     assert left_out(source, "aoe") == []
-
-
-def test_a_routed_model_may_start_again():
-    source = topk(lr=0.1, moe_router_trace="old", moe_router_replay="older")
-    config = converted_config(source, "topk", "new", ["--train-iters", "7"])
-    assert (config.training.train_iters, config.optimizer.lr) == (7, 0.1)
-    assert config.selection == topk().selection
 
 
 @pytest.mark.parametrize("system", ["lory", "lory_prefix"])

@@ -38,16 +38,6 @@ def test_weighted_loses_as_little_of_x_w_as_any_product_can(rank):
     assert factors.error(w, x) < 0.98 * plain.error(w, x)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("leading", [0, 1, 3])
-def test_full_rank_loses_nothing(weighted, leading):
-    w, x = matrices(), activations()
-    root = root_of(x) if weighted else torch.eye(D).double()
-    first = matrices(2, (E, D, leading)) if leading else None
-    factors, _ = factorize(w, D, root, first)
-    numpy.testing.assert_allclose(factors.columns_EDR @ factors.rows_ERF, w, atol=1e-9)
-
-
 def test_gains_of_given_columns_give_their_norms():
     w, x = matrices(), activations()
     leading = matrices(5, (E, D, 2))

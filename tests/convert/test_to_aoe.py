@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.convert.to_aoe import draw_calibration, inputs_of, share_of_choices
+from moe_parallel.convert.to_aoe import draw_calibration, share_of_choices
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Choices
 
@@ -36,23 +36,6 @@ def test_held_out_samples_are_others():
 def test_too_few(samples):
     with pytest.raises(InputError, match="--calibration-samples is"):
         drawn(samples)
-
-
-def test_inputs_of_a_layer():
-    layer = torch.nn.Linear(3, 3)
-
-    class Model(torch.nn.Module):
-        def forward(self, tokens, position_ids, _):
-            hidden_SBD = (tokens + 10 * position_ids).T[:, :, None].expand(-1, -1, 3).float()
-            return layer(hidden_SBD)
-
-    batches = [
-        {"tokens": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 1]])},
-        {"tokens": torch.tensor([[3, 4]]), "position_ids": torch.tensor([[0, 1]])},
-    ]
-    x_TD = inputs_of(layer, Model(), batches)
-    assert x_TD.tolist() == [[1.0] * 3, [12.0] * 3, [3.0] * 3, [14.0] * 3]
-    assert not layer._forward_pre_hooks
 
 
 def test_the_share_of_choices_by_hand():

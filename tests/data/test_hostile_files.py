@@ -7,6 +7,7 @@ transformers are in test_tokenizer.py and test_similarity.py.
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,13 @@ def reading_data(folder: Path) -> object:
     return check_indexed(str(folder / "data"), 300)
 
 
-def preprocessing(folder: Path) -> object:
-    line = ["--input", folder / "in.jsonl", "--output-prefix", folder / "out"]
+def preprocessing(folder: Path, text: str = "in.jsonl") -> object:
+    line = ["--input", folder / text, "--output-prefix", folder / "out"]
     line += ["--tokenizer-model", folder / "tokenizer"]
     return preprocess_data([str(word) for word in line])
 
 
-def preprocessing_packed(folder: Path) -> object:
-    line = ["--input", folder / "packed", "--output-prefix", folder / "out"]
-    line += ["--tokenizer-model", folder / "tokenizer"]
-    return preprocess_data([str(word) for word in line])
+preprocessing_packed = partial(preprocessing, text="packed")
 
 
 def opening(folder: Path) -> object:

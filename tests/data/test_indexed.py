@@ -90,15 +90,11 @@ def replace(path: Path, content: bytes) -> None:
     ("suffix", "change", "message"),
     [
         (".idx", lambda b: b[:-1], r"\.idx is 101 bytes long where its header describes 102"),
-        (".idx", lambda b: b + b"123456", r"\.idx is 108 bytes long"),
         (".idx", lambda b: b[:20], r"\.idx is truncated at 20 bytes"),
-        (".idx", lambda b: b"", r"\.idx is truncated at 0 bytes"),
         (".idx", lambda b: b"PK" + b[2:], r"\.idx is not an index of Megatron's"),
         (".idx", lambda b: b[:17] + b"\x63" + b[18:], r"unknown type of token \(code 99\)"),
-        (".idx", lambda b: b[:17] + b"\x07" + b[18:], r"float32"),
         (".idx", lambda b: b[:34] + struct.pack("<i", 4) + b[38:], r"offsets contradict"),
         (".bin", lambda b: b[:-2], r"\.bin has 14 bytes but its index describes 16"),
-        (".bin", lambda b: b + b"\0", r"\.bin has 17 bytes but its index describes 16"),
     ],
 )
 def test_a_damaged_file_is_told(
@@ -206,16 +202,12 @@ DOMAINS = {"a": {"documents": 3, "tokens": 8}}
     ("more", "sources"),
     [
         ({"format": 1}, None),
-        ({"format": 2, "sources": None, "domains": None}, None),
         ({"format": 2, "sources": [{"path": "a", "bytes": 1}], "domains": DOMAINS}, ("a",)),
         ({"format": 3, "sources": ["a"]}, ("a",)),
         ({"format": 4, "sources": ["a"]}, False),
-        ({}, False),
         ({"format": 2, "sources": [5], "domains": None}, False),
-        ({"format": 3, "sources": 5}, False),
         ({"format": 3, "tokens": "many"}, False),
         ({"format": 3, "more": 1}, False),
-        ({"format": 3, "domains": DOMAINS}, False),
     ],
 )
 def test_manifests_of_each_format(

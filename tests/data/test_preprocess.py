@@ -6,8 +6,7 @@ import gzip
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow
@@ -37,11 +36,6 @@ TEXTS = [words(i % 50, i) for i in range(300)]
 RECORDS = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
 
 
-@contextmanager
-def no_progress(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    yield lambda count: None
-
-
 def work(folder: Path, *inputs: Path, name: str = "out", **changes: object) -> list[str]:
     """Tokenizing with the small BPE; `changes` are flags."""
     if not (folder / "tokenizer").exists():
@@ -58,7 +52,7 @@ def work(folder: Path, *inputs: Path, name: str = "out", **changes: object) -> l
         "workers": 1,
         "max_bad": 0,
     }
-    return preprocess(Namespace(**{**fields, **changes}), no_progress)
+    return preprocess(Namespace(**{**fields, **changes}), lambda *_: nullcontext(lambda _: None))
 
 
 def test_every_format_gives_the_same_documents(
@@ -145,9 +139,7 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path, trained: bool) -> N
     ("changes", "message"),
     [
         ({"max_bad": -1}, "--max-bad is -1: it must be at least 0"),
-        ({"json_keys": ["text", "text"]}, "--json-keys text: name each key once"),
         ({"json_keys": ["a/b"]}, "--json-keys a/b: .* without a slash"),
-        ({"input": ["/none"]}, "--input /none cannot be read"),
         ({"input": ["/dev/null"], "tokenizer_model": None, "vocab_size": 300}, "be read twice"),
         ({"input": ["/dev/null"]}, "there is no text to write to my_text_document"),
         ({"tokenizer_model": None}, "or --vocab-size to train a new one"),
@@ -162,15 +154,6 @@ def test_what_it_cannot_use_is_told(
     with pytest.raises(InputError, match=message):
         work(tmp_path, source, **changes)
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_a_damaged_file_after_a_good_one_leaves_nothing(tmp_path: Path) -> None:
-    good = write(tmp_path / "1.jsonl", *RECORDS)
-    torn = tmp_path / "2.jsonl.gz"
-    torn.write_bytes(gzip.compress(good.read_bytes())[:-9])
-    with pytest.raises(InputError, match=rf"{torn} is damaged"):
-        work(tmp_path, good, torn)
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Batches are compared with sample numbers: sample i of this dataset contains only i."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -32,49 +33,23 @@ class Numbered:
         return {**fields, "loss_mask": ones, "dataset_id": torch.tensor(0)}
 
 
-def numbers(batch: dict[str, torch.Tensor]) -> list[int]:
-    return batch["tokens"][:, 0].tolist()
-
-
 def dealt(count: int, consumed: int, micro: int, ranks: int) -> list[list[list[int]]]:
     """The samples of each micro-batch by [rank][round]."""
-    return [
-        [
-            numbers(batch)
-            for batch in batches(
-                Numbered(count),
-                consumed_samples=consumed,
-                micro_batch_size=micro,
-                data_parallel_rank=rank,
-                data_parallel_size=ranks,
-            )
-        ]
-        for rank in range(ranks)
-    ]
+    dealing = partial(batches, consumed_samples=consumed, micro_batch_size=micro)
+    found = []
+    for rank in range(ranks):
+        mine = list(dealing(Numbered(count), data_parallel_rank=rank, data_parallel_size=ranks))
+        for batch in mine:
+            assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
+            assert torch.equal(batch["labels"], batch["tokens"] + 1)
+        found.append([batch["tokens"][:, 0].tolist() for batch in mine])
+    return found
 
 
 def test_micro_batches_are_dealt_to_the_ranks_in_turn() -> None:
     assert dealt(14, 2, 2, 3) == [[[2, 3], [8, 9]], [[4, 5], [10, 11]], [[6, 7], [12, 13]]]
-
-
-def test_a_round_that_is_incomplete_is_not_begun() -> None:
-    assert dealt(11, 0, 2, 3) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert dealt(11, 0, 2, 3) == [[[0, 1]], [[2, 3]], [[4, 5]]]  # no round begins incomplete
     assert dealt(5, 0, 2, 3) == [[], [], []]
-
-
-def test_a_batch_has_four_fields_of_a_row_a_sample() -> None:
-    batch = next(
-        batches(
-            Numbered(4),
-            consumed_samples=1,
-            micro_batch_size=2,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-        )
-    )
-    assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
-    assert batch["labels"].tolist() == [[2] * SEQUENCE, [3] * SEQUENCE]
-    assert batch["loss_mask"].dtype == torch.float32 and batch["tokens"].dtype == torch.int64
 
 
 LAYOUTS = list(itertools.product((1, 2, 3, 4), (1, 2, 4)))
@@ -105,15 +80,8 @@ def test_evaluation_sees_each_sample_once_in_equally_many_steps(
     sizes = evaluation_sizes(sample_count(dataset, samples), micro, ranks)
     seen = []
     for rank in range(ranks):
-        mine = list(
-            evaluation_batches(
-                dataset,
-                samples=samples,
-                sizes=sizes,
-                data_parallel_rank=rank,
-                data_parallel_size=ranks,
-            )
-        )
+        place = {"data_parallel_rank": rank, "data_parallel_size": ranks}
+        mine = list(evaluation_batches(dataset, samples=samples, sizes=sizes, **place))
         assert [batch["tokens"].shape for batch in mine] == [(size, SEQUENCE) for size in sizes]
         for batch in mine:
             # Routing is counted by micro-batches: none mixes samples with padding.

@@ -72,12 +72,6 @@ def test_a_saved_tokenizer_opens_again(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.bytes_per_token, bpe.bytes_per_token)
 
 
-def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(OSError, match="tokenizer.json"):
-        small_bpe().save(tmp_path)
-
-
 def test_a_hugging_face_folder_says_which_token_ends_a_document(tmp_path: Path) -> None:
     vocabulary = {"[UNK]": 0, "one": 1, "##two": 2, "stop": 3}
     model = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -127,7 +121,7 @@ def test_a_null_tokenizer_reads_numbers(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
 
 
-@pytest.mark.parametrize("word", ["50", "-1", "seven", "1.5", "9" * 6000, "²"])
+@pytest.mark.parametrize("word", ["50", "-1", "seven", "9" * 6000, "²"])
 def test_a_null_tokenizer_refuses_what_is_no_token(word: str) -> None:
     tokenizer = build_tokenizer("NullTokenizer", None, 50)
     with pytest.raises(InputError, match=r"numbers from 0 to 49 \(--vocab-size 50\), not '"):
@@ -158,16 +152,6 @@ def test_a_wrong_choice_is_told_in_one_line(
     with pytest.raises(InputError, match=message) as caught:
         build_tokenizer(*arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text("{}")
-    for kind in ("ByteLevelBPE", "HuggingFaceTokenizer"):
-        with pytest.raises(InputError, match=r"wrong\.json is not a tokenizer\.json"):
-            build_tokenizer(kind, str(wrong))
-    with pytest.raises(InputError, match=r"not a tokenizer folder"):
-        load_tokenizer(tmp_path)
 
 
 def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,34 +239,6 @@ def test_rules_without_bounds_are_one_line(
     with pytest.raises(InputError, match=message) as told:
         load_tokenizer(tmp_path).tokenize_all(["a" * 40 + "b"])
     assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokenizer_type": ["ByteLevelBPE"]},
-        {"tokenizer_type": "NullTokenizer", "vocab_size": "50"},
-        {"tokenizer_type": "NullTokenizer", "vocab_size": None},
-        {"tokenizer_type": "NullTokenizer", "vocab_size": 10**12},
-        {"tokenizer_type": 5},
-    ],
-)
-def test_a_configuration_of_other_types_is_one_line(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(changes))
-    with pytest.raises(InputError) as told:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("eos", [5, ["<|endoftext|>"], {"content": 7}, {}, "\udfff"])
-def test_an_end_of_another_type_is_not_believed(tmp_path: Path, eos: object) -> None:
-    bpe = small_bpe()
-    bpe.save(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
-    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
 
 
 def options_off(rules: dict[str, Any]) -> None:
@@ -380,15 +336,11 @@ def _changed(**fields: Any) -> Callable[[Path], object]:
     ("damage", "message"),
     [
         (_changed(bos_token=5), "bos_token is 5: it must be a token"),
-        (_changed(pad_token={"content": ["<pad>"]}), "pad_token is .*: it must be a token"),
-        (_changed(unk_token="\ud800"), "unk_token is '.ud800': it must be a token"),
         (_changed(extra_special_tokens={"image": 4}), "special_tokens.. is 4: it must be a"),
         (_written(CONFIG, b'{"bos_token": ' + b"[" * 100_000), "is damaged .nested too deeply"),
         (_written("chat_template.jinja", b"\xff"), "chat_template.jinja is damaged ..utf-8. codec"),
-        (_written("generation_config.json", b"[1]"), "it is not a JSON object"),
         (_written("generation_config.json", b"{"), "generation_config.json is damaged .not JSON"),
         (_written("generation_config.json", b'{"eos_token_id": [1, "a"]}'), "eos_token_id is .1, "),
-        (_written("generation_config.json", b'{"a": ' + b"9" * 9999 + b"}"), "is damaged .Exceeds"),
     ],
 )
 def test_what_is_no_such_folder_is_one_line(

@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.causality import (
     Influence,
-    TokenPlace,
     logits_of_gpt,
     measure_influence,
 )
@@ -194,23 +193,6 @@ def test_leaks_are_counted(function: Any, inside: int, between: int) -> None:
     assert influence.noise == 0.0
 
 
-def test_in_single_precision_what_is_slight_is_rounding() -> None:
-    influence = measure_influence(
-        lambda tokens: slightly_ahead(tokens).float(), random_tokens(), VOCABULARY
-    )
-    assert not influence.future
-    assert 0 < influence.noise < 1e-6 < influence.tolerance
-
-
-def test_a_leak_says_from_where_to_where_and_how_much() -> None:
-    tokens_BS = torch.zeros(1, 3, dtype=torch.int64)
-    (leak,) = measure_influence(
-        lambda tokens: past(tokens) + 0.25 * one_hot(tokens).roll(-1, dims=1),
-        tokens_BS, VOCABULARY, places=[TokenPlace(0, 2)],
-    ).future  # fmt: skip
-    assert leak == (TokenPlace(0, 2), TokenPlace(0, 1), 0.25)
-
-
 def test_every_pass_draws_the_same_random_numbers() -> None:
     def noisy(tokens_BS: torch.Tensor) -> torch.Tensor:
         return past(tokens_BS) * torch.rand(POSITIONS, 1)
@@ -226,16 +208,3 @@ def test_a_model_that_changes_meanwhile_is_refused() -> None:
     calls = iter(range(1000))
     with pytest.raises(InputError, match="different outputs for the same tokens"):
         measure_influence(lambda t: past(t) + next(calls), random_tokens(), VOCABULARY)
-
-
-def test_replacements_are_other_tokens() -> None:
-    asked = []
-
-    def remember(tokens_BS: torch.Tensor) -> torch.Tensor:
-        asked.append(tokens_BS[0, 0].item())
-        return past(tokens_BS)
-
-    tokens_BS = torch.full((1, 2), 1)
-    measure_influence(remember, tokens_BS, vocab_size=3, places=[TokenPlace(0, 0)], replacements=9)
-    assert asked[0] == asked[-1] == 1
-    assert sorted(asked[1:-1]) == [0, 2]

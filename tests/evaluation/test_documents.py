@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from moe_parallel.evaluation.documents import (
-    count_windows,
     evaluate_documents,
     ratio,
     windows,
@@ -13,16 +12,6 @@ from moe_parallel.evaluation.documents import (
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
 from tests.evaluation.reading import VOCABULARY, small_model
-
-
-def test_windows_by_hand() -> None:
-    # The model reads 4 tokens. Position 0 is the token before the document.
-    assert windows(3, 4, 4) == [(0, 1, 3)]
-    assert windows(4, 4, 2) == [(0, 1, 4)]
-    assert windows(9, 4, 4) == [(0, 1, 4), (4, 5, 8), (8, 9, 9)]
-    assert windows(9, 4, 2) == [(0, 1, 4), (2, 5, 6), (4, 7, 8), (6, 9, 9)]
-    assert windows(6, 4, 1) == [(0, 1, 4), (1, 5, 5), (2, 6, 6)]
-    assert count_windows([[0] * 9, [0] * 3], 4, 2) == 5
 
 
 @pytest.mark.parametrize("length", [1, 4, 7])

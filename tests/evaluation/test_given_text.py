@@ -20,14 +20,6 @@ def test_documents_follow_one_another(tmp_path):
     assert list(sequences_of(file, TOKENIZER, 5)) == [[1, 2, 3, END, END], [4, 5, END]]
 
 
-def test_a_text_file_is_one_document(tmp_path):
-    file = tmp_path / "a.txt"
-    numbers = [number % 90 for number in range(200)]
-    file.write_text("\n".join(map(str, numbers)))
-    found = [token for each in sequences_of(file, TOKENIZER, 16) for token in each]
-    assert found == [*numbers, END]
-
-
 def test_batches_are_filled_and_masked(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("1 2 3 4 5 6 7 8")
@@ -44,13 +36,9 @@ def test_batches_are_filled_and_masked(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"1 2 \xe9")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
-    (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "words.txt").write_text("no numbers")
     for name, message in [
         ("latin.txt", "--text .*latin.txt is not UTF-8: convert it"),
-        ("latin.jsonl", "--text .*latin.jsonl line 1: not UTF-8"),
-        ("list.jsonl", "--text .*list.jsonl line 1: not a JSON object"),
         ("gone.txt", "--text .*gone.txt cannot be read"),
         ("words.txt", "NullTokenizer reads numbers"),
     ]:

@@ -131,19 +131,6 @@ def test_a_factorized_gate_is_multiplied_out(node: str) -> None:
     assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)
 
 
-def test_the_routers_choice_with_equal_probs() -> None:
-    given = values(ROUTED)
-    model = nn.Sequential(layer_of(ROUTED, given))
-    with probing(model, probe_named("router")):
-        found = output(model[0], given["x"])
-    matrices = swiglu_matrices(given)
-    for place in numpy.ndindex(found.shape[:2]):
-        x_D = given["x"][place]
-        chosen = numpy.argsort(given["w_router_ED"] @ x_D)[-K:]
-        mean_D = sum(swiglu_expert(x_D, *matrices[e]) for e in chosen) / K
-        assert found[place] == pytest.approx(mean_D, rel=1e-6, abs=1e-9)
-
-
 def test_chance_takes_k_experts_with_equal_probs_anew_for_each_token() -> None:
     case = Case(ROUTED.selection, tokens=400)
     routed = layer_of(case, values(case))

@@ -1,7 +1,6 @@
 """Tasks: found by name, in folders without a network; the presets of the papers, run to the end."""
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from moe_parallel.harness.tasks import (
 )
 
 FOLDERS = (str(Path(__file__).parent / "tasks"),)
-EXAMPLES = (str(Path(__file__).parents[2] / "examples" / "tasks"),)
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +30,6 @@ def offline(monkeypatch):
 
 def wanted(*names, folders=FOLDERS, shots=None):
     return Wanted(tuple(PresetTask(name, shots) for name in names), folders)
-
-
-def test_the_presets_are_those_of_the_papers():
-    shots = {
-        name: {task.name: task.shots for task in preset.tasks} for name, preset in PRESETS.items()
-    }
-    # Section 4.1: "The first five tasks are evaluated zero-shot, while the remaining tasks are
-    # tested three-shot".
-    zero = dict.fromkeys(["arc_easy", "piqa", "social_iqa", "winogrande", "hellaswag"], 0)
-    three = dict.fromkeys(["mnli", "mrpc", "qnli", "qqp", "sst2"], 3)
-    assert shots["aoe-paper"] == zero | three
-    assert set(shots["dynamic-paper"]) == {
-        "piqa", "hellaswag", "arc_easy", "commonsense_qa", "bbh"
-    }  # fmt: skip
-    lory = shots["lory-paper"]
-    assert lory["nq_open"] == lory["triviaqa"] == 5 and lory["sst2"] == lory["mrpc"] == 16
-    assert [name for name, number in lory.items() if number == 0] == [
-        "piqa", "social_iqa", "boolq", "hellaswag", "winogrande", "race", "arc_easy",
-        "arc_challenge",
-    ]  # fmt: skip
 
 
 @pytest.mark.full  # the index of the harness is read, which takes many seconds
@@ -78,13 +56,6 @@ def test_a_folder_of_tasks_needs_neither_a_network_nor_the_harness_own_tasks():
     assert len(loaded["tasks"]["count_choice"].test_docs()) == 8
 
 
-def test_shots_of_a_task():
-    loaded = load_tasks(wanted("copy", "word_sums", folders=EXAMPLES, shots=2))
-    copy = loaded["tasks"]["copy"]
-    assert copy.get_config("num_fewshot") == 2
-    assert len(copy.test_docs()) == 115 and len(loaded["tasks"]["word_sums"].test_docs()) == 50
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,13 +79,6 @@ def test_a_task_whose_data_cannot_be_read_is_one_line(tmp_path):
         load_tasks(wanted("lost", folders=(str(tmp_path),)))
     message = str(raised.value)
     assert message.startswith("--tasks lost cannot be loaded (") and "\n" not in message
-
-
-def test_without_the_harness(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(InputError) as raised:
-        require_harness("--tasks")
-    assert "--tasks needs lm_eval, which is not installed: pip install" in str(raised.value)
 
 
 def test_a_rank_without_a_document_is_refused():

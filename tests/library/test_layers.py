@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.systems import RoutingFreeSelection, TopKSelection
-from tests.distributed import run_distributed
+from moe_parallel.systems import TopKSelection
 from tests.library.small import KINDS, small
 
 
@@ -66,19 +64,6 @@ def test_initial_weights(kind: str) -> None:
     assert not any(map(torch.equal, before, moe.parameters()))
 
 
-def test_the_biases_of_routing_free_start_at_0() -> None:
-    moe = AoE(16, 4, selection=RoutingFreeSelection(aoe_low_rank_size=4))
-    assert moe.layer.b_E.tolist() == [0.0] * 4
-
-
-def test_default_widths() -> None:
-    """An AoE expert has as many parameters as a SwiGLU expert of width 4 d, rounded (Eq. 5)."""
-    aoe, routed = AoE(64, 4), RoutedMoE(64, 4)
-    assert routed.layer.experts.w_out_LFD.shape == (4, 256, 64)
-    sizes = [sum(w.numel() for w in moe.parameters()) for moe in (aoe, routed)]
-    assert sizes[0] == pytest.approx(sizes[1], rel=5e-3)
-
-
 def test_built_on_a_device_and_in_a_type() -> None:
     moe = small(device="meta", dtype=torch.bfloat16)
     assert {(w.device.type, w.dtype) for w in moe.parameters()} == {("meta", torch.bfloat16)}
@@ -103,28 +88,6 @@ def test_the_auxiliary_loss_is_of_the_latest_forward_pass(kind: str) -> None:
     free = small(kind, aux_loss_coeff=0.0)
     free(x)
     assert free.aux_loss == 0
-
-
-def test_layers_of_one_model_share_nothing() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([small("aoe"), small("routed"), AoE(16, 6, 3, 4)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
-    model, x = Model(), torch.randn(7, 16)
-    y = model(x)
-    losses = [layer.aux_loss for layer in model.layers]
-    assert len({loss.item() for loss in losses}) == 3
-    (y.sum() + sum(losses)).backward()
-    assert all(weight.grad.isfinite().all() for weight in model.parameters())
-    again = Model()
-    again.load_state_dict(model.state_dict())
-    torch.testing.assert_close(again(x), y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,20 +140,6 @@ def test_autocast(kind: str) -> None:
     assert (weight.grad - gradient).norm() < 0.2 * gradient.norm()
 
 
-def test_the_router_is_fp32_under_autocast() -> None:
-    moe, x = small("routed"), torch.randn(64, 16).bfloat16()
-    seen = []
-    moe.layer.current_rule = lambda: lambda scores, tokens: seen.append(scores) or stop()
-
-    def stop() -> None:
-        raise StopIteration
-
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StopIteration):
-        moe(x)
-    expected = x.float() @ moe.layer.w_router_ED.T
-    torch.testing.assert_close(seen[0], expected, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_whole(kind: str) -> None:
     """One graph for all steps, and exactly the eager numbers. The backend generates no code: that
@@ -223,25 +172,6 @@ def test_activation_checkpointing(kind: str) -> None:
     (y.sum() + moe.aux_loss).backward()
     for weight, gradient in zip(moe.parameters(), expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-6, atol=1e-9)
-
-
-def _gradients(x: torch.Tensor, distributed: bool) -> list[torch.Tensor]:
-    """Of both kinds; with DDP, rank 0 has all tokens and rank 1 has none."""
-    found = []
-    for moe in map(small, KINDS):
-        model = nn.parallel.DistributedDataParallel(moe) if distributed else moe
-        y = model(x[len(x) if distributed and torch.distributed.get_rank() else 0 :])
-        (y.square().sum() + moe.aux_loss).backward()
-        found += [weight.grad for weight in moe.parameters()]
-    return found
-
-
-@pytest.mark.full
-def test_a_rank_without_tokens() -> None:
-    x = torch.randn(9, 16)
-    for of_rank in run_distributed(2, _gradients, x, True, timeout=60):
-        for mean, alone in zip(of_rank, _gradients(x, False), strict=True):
-            torch.testing.assert_close(mean, alone / 2, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.gpu

@@ -110,12 +110,3 @@ def test_outputs_and_gradients_are_the_oracles(name: str) -> None:
         numpy.testing.assert_allclose(
             slopes(gradients[key]), slope, rtol=1e-4, atol=1e-5, err_msg=key
         )
-
-
-@pytest.mark.parametrize("name", ["aoe", "topk"])
-def test_the_state_is_that_of_training(name: str) -> None:
-    """The names under `layer.` are those of a training checkpoint under `...mlp.`."""
-    case = CASES[name]
-    trained = build(case, values(case), torch.float32, "reference").state_dict()
-    alone = of_case(case, values(case)).state_dict()
-    assert {key.removeprefix("layer.") for key in alone} == set(trained)

@@ -32,13 +32,3 @@ def test_loads_losses_and_norms(kind: str) -> None:
         norms = torch.einsum("bsd,edr->bser", x, model[0].layer.w_down_EDR).norm(dim=-1)
         expected = norms.mean(dim=(0, 1)).tolist()
         assert first["norm_per_expert"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_inner_of_two_counts() -> None:
-    model, x = small(), torch.randn(5, 16)
-    with record_routing(model) as outer:
-        with record_routing(model) as inner:
-            model(x)
-        assert outer.summaries() == {} and len(inner.summaries()) == 1
-        model(x)
-    assert sum(outer.summaries()[""]["tokens_per_expert"]) == 10

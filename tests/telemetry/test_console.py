@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.telemetry.console import PlainConsole, duration, open_console
+from moe_parallel.telemetry.console import PlainConsole, open_console
 from tests.program import SMALL, flags, small_data
 from tests.telemetry.records import VALIDATION, example_record
 
@@ -160,8 +160,3 @@ def test_a_loss_that_is_not_a_number(capsys):
     printed = capsys.readouterr().out
     assert "iteration   0/100 | validation | code 3.5000" in printed
     assert "loss nan" in printed and "grad norm nan" in printed and "code nan" in printed
-
-
-def test_duration():
-    for seconds, text in [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")]:
-        assert duration(seconds) == text

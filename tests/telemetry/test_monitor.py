@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from moe_parallel.errors import InputError
 from moe_parallel.telemetry import monitor as monitor_module
 from moe_parallel.telemetry.monitor import (
     ENERGY,
@@ -158,10 +157,3 @@ def test_units_of_a_gpu_and_what_it_does_not_support(nvml: ModuleType) -> None:
         setattr(nvml, function, FUNCTIONS[function])
     with pytest.raises(OSError, match="Not Found"):
         GpuGauge("GPU-other")
-
-
-def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    with pytest.raises(InputError, match="needs pynvml, .* not installed: pip install nvidia-ml-p"):
-        GpuGauge(UUID)

@@ -40,21 +40,6 @@ def test_places_in_words():
     assert progress.place.phase is Phase.LOG
 
 
-def test_places_are_in_order():
-    progress = Progress()
-    seen = [progress.place]
-    for iteration in (1, 2):
-        progress.begin_step(iteration)
-        seen.append(progress.place)
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            with progress.during(phase):
-                seen.append(progress.place)
-        progress.end_step()
-        seen.append(progress.place)
-    orders = [(place.iteration, place.changes) for place in seen]
-    assert orders == sorted(set(orders))
-
-
 def test_the_times_of_a_step():
     """Neither what is outside a step is timed, nor what is only recorded."""
     progress = Progress(Steps())
@@ -110,21 +95,6 @@ def test_a_phase_of_the_backward_pass():
     assert progress.place.phase is Phase.SET_UP
     assert x.grad.tolist() == [2, 2, 2]
     progress.during_backward(Phase.DISPATCH, torch.ones(3))  # without gradients: nothing to do
-
-
-def test_waiting_for_an_item():
-    progress = Progress()
-    seen = []
-
-    def items():
-        seen.append(progress.place.phase)
-        yield 1
-        seen.append(progress.place.phase)
-
-    for _ in progress.through(Phase.DATA, items()):
-        seen.append(progress.place.phase)
-    assert seen == [Phase.DATA, Phase.SET_UP, Phase.DATA]
-    assert progress.place.phase is Phase.SET_UP
 
 
 @pytest.mark.parametrize(

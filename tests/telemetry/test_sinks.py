@@ -59,20 +59,6 @@ def test_tensorboard_of_a_resumed_run_has_each_iteration_once(tmp_path):
     assert curve(tmp_path, "train/lm_loss") == [(10, 3.0)]
 
 
-def test_tensorboard_shows_the_last_iteration_as_metrics_jsonl_has_it(tmp_path):
-    """The run is killed between the two logs, and then twice before the next checkpoint."""
-    directory = tmp_path / "run"
-    sink = TensorBoardSink(directory)
-    for record in (example_record(10), example_record(20)):
-        sink.log(record)
-    sink.close()
-    evaluation = {"iteration": 20, "validation": VALIDATION}
-    for _ in range(2):
-        TensorBoardSink(directory, 20, [example_record(20), evaluation]).close()
-    assert curve(directory, "train/lm_loss") == [(10, 4.25), (20, 4.25)]
-    assert curve(directory, "validation/code/loss") == [(20, 3.5)]
-
-
 def wandb_sink(directory, told=None) -> WandbSink:
     return WandbSink(directory, "moe", "offline", told, {"lr": 1e-3})
 
@@ -93,16 +79,14 @@ class FakeWandb(types.ModuleType):
         def __init__(self, **options):
             self.options = options
 
-    def __init__(self, failure: str | None = None):
+    def __init__(self):
         super().__init__("wandb")
-        self.failure, self.started, self.logged, self.axes = failure, [], [], []
+        self.started, self.logged, self.axes = [], [], []
         self.finished = False
 
     Histogram = staticmethod(list)
 
     def init(self, **options):
-        if self.failure:
-            raise self.Error(self.failure)
         self.started.append(options)
         return self
 
@@ -152,21 +136,6 @@ def test_wandb_is_not_told_again(tmp_path, monkeypatch):
         telemetry.log(example_record(50))
     logged = [(values["iteration"], values["train/lm_loss"]) for values in wandb.logged]
     assert logged == [(20, 4.25), (30, 4.25), (40, 4.25), (40, 5.0), (50, 4.25)]
-
-
-def test_wandb_that_refuses_to_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("api_key not configured\n(no-tty)"))
-    with pytest.raises(InputError, match=r"api_key not configured \(no-tty\).*wandb login"):
-        wandb_sink(tmp_path)
-
-
-@pytest.mark.full
-def test_wandb_offline_for_real(tmp_path):
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
-    sink = wandb_sink(tmp_path)
-    sink.log(example_record(10))
-    sink.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
 def test_without_a_folder_only_the_console_and_on_other_ranks_nothing(capsys):

@@ -25,18 +25,6 @@ def _slowest(ranks, stages=None):
     return summary(ranks, members)["slowest"]
 
 
-def test_the_times_of_a_rank():
-    steps = [
-        dict.fromkeys(Phase, 0.0) | {Phase.DATA: 1.0, Phase.FORWARD: 2.0, Phase.DISPATCH: 7.0},
-        dict.fromkeys(Phase, 0.0) | {Phase.FORWARD: 5.0, Phase.REDUCE: 7.0},
-        dict.fromkeys(Phase, 0.0) | {Phase.BACKWARD: 30.0, Phase.PIPELINE: 9.0},
-    ]
-    times = RankTimes.of(steps, 30)
-    assert (times.own, times.least_own, times.rows) == (5, 3, 10)
-    assert times.phases[Phase.FORWARD] == pytest.approx(7 / 3)
-    assert times.phases[Phase.DISPATCH] == pytest.approx(7 / 3)
-
-
 def test_a_summary_is_json_by_rank():
     ranks = [_rank(1.0, 100, dispatch=0.5, data=0.125), _rank(1.25, 150, dispatch=0.25)]
     found = summary(ranks, [Member("a", 0), Member("b", 0)])

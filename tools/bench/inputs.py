@@ -116,12 +116,8 @@ class RoutedLayerWork:
 
     def contender(self, name: str, forward: Forward) -> BenchContender:
         """A contender that takes the weights in the layout here."""
-        leaves = {
-            "x": self.x_TD,
-            "probs": self.probs_TK,
-            "w_gate_up": self.w_gate_up_ED2F,
-            "w_out": self.w_out_EFD,
-        }
+        weights = {"w_gate_up": self.w_gate_up_ED2F, "w_out": self.w_out_EFD}
+        leaves = {"x": self.x_TD, "probs": self.probs_TK} | weights
         return BenchContender(name, forward, leaves, WEIGHTS, (self.dy_TD,))
 
     def linear_contender(
@@ -133,12 +129,9 @@ class RoutedLayerWork:
         probs_TK: Tensor | None = None,
     ) -> BenchContender:
         """A contender with stacked weights in the layout of torch.nn.Linear."""
-        leaves = {
-            "x": self.x_TD,
-            "probs": self.probs_TK if probs_TK is None else probs_TK,
-            "w_gate_up": w_gate_up_E2FD,
-            "w_out": w_out_EDF,
-        }
+        probs_TK = self.probs_TK if probs_TK is None else probs_TK
+        weights = {"w_gate_up": w_gate_up_E2FD, "w_out": w_out_EDF}
+        leaves = {"x": self.x_TD, "probs": probs_TK} | weights
 
         def canonical(gradients: Values) -> Values:
             return gradients | {w: gradients[w].transpose(1, 2) for w in WEIGHTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,10 +18,8 @@ from tools.bench.measurement import (
     Absent,
     Bench,
     BenchContender,
-    Forward,
     Measure,
     Products,
-    Values,
 )
 from tools.bench.peers import huggingface, megatron, torch_ops
 from tools.bench.sizes import BenchSize
@@ -87,19 +86,24 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     x_TD = leaf(draw.tokens_with_margin(size, weights["w_down"].detach()))
     dy_TD = draw.normal(size.T, size.d, seed=6)
 
-    def contender(name: str, forward: Forward) -> BenchContender:
-        return BenchContender(
-            name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,),
-            unordered=frozenset({"output 1"}),
-        )  # fmt: skip
+    contender = partial(
+        BenchContender,
+        leaves={"x": x_TD} | weights,
+        weights=frozenset(weights),
+        upstream=(dy_TD,),
+        unordered=frozenset({"output 1"}),
+    )
 
-    def autonomous(
-        name: str, *, selected: bool = False, kept: bool = False, keeps_g: bool = False
-    ) -> BenchContender:
-        return contender(
-            name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept, keeps_g)
+    def autonomous(name: str, **how: bool) -> BenchContender:
+        return contender(name, partial(_autonomous, x_TD, weights, size.K, ours, **how))
+
+    composition = Absent(
+        "torch composition", "at this size the record of its memory takes more than 20 GiB"
+    )
+    if sum(weight.numel() for weight in weights.values()) <= MOST_WEIGHTS_OF_COMPOSITION:
+        composition = contender(
+            composition.name, lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K)
         )
-
     products = Products((
         (size.T, size.d, size.n * size.l),
         (size.rows, size.l, size.wide),
@@ -118,21 +122,9 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
             autonomous(SELECTED_WITH_G, selected=True, keeps_g=True),
             _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
         ],
-        [_composition(size, contender, x_TD, weights)],
+        [composition],
         (Measure(BOTH, products.with_gradients()),),
     )
-
-
-def _composition(
-    size: BenchSize,
-    contender: Callable[[str, Forward], BenchContender],
-    x_TD: Tensor,
-    weights: Values,
-) -> BenchContender | Absent:
-    name = "torch composition"
-    if sum(weight.numel() for weight in weights.values()) > MOST_WEIGHTS_OF_COMPOSITION:
-        return Absent(name, "at this size the record of its memory takes more than 20 GiB")
-    return contender(name, lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K))
 
 
 def _autonomous(
@@ -140,25 +132,20 @@ def _autonomous(
     weights: dict[str, Tensor],
     k: int,
     ours: Ops,
-    selected: bool,
-    kept: bool,
-    keeps_g: bool,
+    *,
+    selected: bool = False,
+    kept: bool = False,
+    keeps_g: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y_TD and experts_TK."""
     w_down = weights["w_down"]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not selected):
-        scores = ours.norm_topk(
-            x_TD,
-            w_down,
-            k,
-            keep="all" if kept else "chosen",
-            gradient="chosen" if selected else "all",
-        )
+        keep, gradient = "all" if kept else "chosen", "chosen" if selected else "all"
+        scores = ours.norm_topk(x_TD, w_down, k, keep=keep, gradient=gradient)
         norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
         probs_TK = norms_TK.softmax(-1)
-    row_map = ours.routing_map(
-        scores.experts_TK, w_down.size(0), num_rows=scores.experts_TK.numel()
-    )
+    experts_TK = scores.experts_TK
+    row_map = ours.routing_map(experts_TK, w_down.size(0), num_rows=experts_TK.numel())
     y_TD = ours.autonomous_experts(
         x_TD,
         probs_TK,
@@ -168,7 +155,7 @@ def _autonomous(
         norms_TK=norms_TK if selected else None,
         recompute_gate=not keeps_g,
     )
-    return y_TD, scores.experts_TK
+    return y_TD, experts_TK
 
 
 def _twin(

@@ -4,16 +4,13 @@ import base64
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from moe_parallel.analysis.report.report import (
-    SCRIPTS,
     find_sources,
     json_in_html,
     page_of,
-    short_names,
 )
 from moe_parallel.errors import InputError
 from tests.analysis.report.folders import run_folder, scaling_folder
@@ -38,19 +35,6 @@ def test_a_study_is_its_runs(tmp_path):
     other = run_folder(tmp_path / "aoe" / "seed-2")
     names = [name for name, _ in find_sources([study.path, other])[0]]
     assert names == ["topk/seed-1", "cells/aoe/seed-2", f"{tmp_path.name}/aoe/seed-2"]
-
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/a/run"], ["run"]),
-        (["/a/x/run", "/a/y/run", "/a/z"], ["x/run", "y/run", "z"]),
-        (["/s/aoe/seed-1", "/s/topk/seed-1"], ["aoe/seed-1", "topk/seed-1"]),
-        (["/"], [""]),
-    ],
-)
-def test_names_are_short_and_differ(paths, names):
-    assert short_names([Path(path) for path in paths], [1] * len(paths)) == names
 
 
 def test_wrong_sources(tmp_path):
@@ -87,11 +71,6 @@ def test_json_ends_no_element_and_is_the_same_text(text):
     found.encode("utf-8")
 
 
-def test_a_number_that_json_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="Out of range float"):
-        json_in_html([float("nan")])
-
-
 def test_the_policy_allows_this_program_alone():
     page = page_of({"runs": [], "scaling": [], "command": ""}, "</title>@@STYLE@@\udc80")
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
@@ -103,11 +82,3 @@ def test_the_policy_allows_this_program_alone():
     outside = re.findall(r"(?:src|href)=\"(?!#|data:)", page) + re.findall(r"url\(", page)
     assert outside == ["url("]  # the clip path of a chart: url(#id)
     assert re.findall(r"https?://[^\"'` ]+", page) == ["http://www.w3.org/2000/svg"]
-
-
-def test_every_part_is_used():
-    from importlib import resources
-
-    folder = resources.files("moe_parallel.analysis.report") / "page"
-    names = {each.name for each in folder.iterdir()}
-    assert names == {*SCRIPTS, "page.html", "page.css"}

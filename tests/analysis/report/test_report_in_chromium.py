@@ -281,22 +281,3 @@ def test_a_study_of_a_flag_has_the_flag_on_its_axis(tmp_path):
         assert "nodes 2: from 10.0% to 40.0%" in spoken
         split = browser.value("document.querySelector('#scaling .wide-card').innerText")
         assert "nodes 2, ep 4: 500 ms a step" in split and "compute 100.0% (500 ms)" in split
-
-
-def test_little_is_shown_as_little(tmp_path):
-    """One dense run of one logged iteration: one tick below it, and no word on experts."""
-    require_chromium()
-    file = tmp_path / "report.html"
-    one = synthetic_run(logged=1, layers=0, every=20)
-    file.write_text(report_of([run_folder(tmp_path / "one", one)], command=["python"]))
-    with Browser(file) as browser:
-        browser.wait_for("document.documentElement.dataset.ready")
-        scroll_to(browser, LOSS)
-        words = browser.value(f"[...{LOSS}.querySelectorAll('svg text')].map(t => t.textContent)")
-        assert words[-2:] == ["20", "iteration"]
-        browser.value(f"{LOSS}.querySelector('svg').focus()")
-        browser.press("End")
-        spoken = browser.value(f"{LOSS}.querySelector('[aria-live]').textContent")
-        assert spoken.startswith("iteration 20: one ")
-        about = browser.value("document.querySelector('#warnings').innerText")
-        assert "no loads of experts" in about and "dead" not in about

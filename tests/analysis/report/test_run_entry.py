@@ -2,16 +2,12 @@
 
 import base64
 import json
-import math
 
 import numpy as np
 import pytest
 
 from moe_parallel.analysis.report.numbers import (
-    as_bytes,
     bucket_means,
-    short,
-    shorts,
     slices_of,
     thinned,
 )
@@ -99,30 +95,6 @@ def test_a_large_run_stays_small():
     assert len(json.dumps([curves_of(history), routing])) < 500_000
 
 
-def test_a_dense_run_has_no_routing():
-    history = RunHistory.from_records(synthetic_run(logged=3, layers=0))
-    assert routing_of(history) is None
-    assert "ent_load" not in curves_of(history)
-
-
-def test_numbers_are_short_json():
-    values = {1.23456789: 1.2346, 123456789.0: 123460000, 2.0: 2, 0.0: 0, math.inf: None}
-    assert [short(value) for value in values] == list(values.values()) and short(None) is None
-    nested = shorts([np.array([1.0, np.nan]), [2.123456789, None]])
-    assert json.loads(json.dumps(nested, allow_nan=False)) == [[1, None], [2.1235, None]]
-
-
-def test_bytes_have_steps_of_top_over_254():
-    values = np.array([[0.0, 1.0, 2.5], [4.0, 9.0, np.nan]])
-    coded = as_bytes(values, 4.0)
-    assert coded["shape"] == [2, 3] and coded["top"] == 4
-    found = np.frombuffer(base64.b64decode(coded["data"]), dtype=np.uint8)
-    assert found[5] == 255
-    decoded = found[:5] / 254 * 4.0
-    assert np.abs(decoded - [0, 1, 2.5, 4, 4]).max() <= 4 / 254 / 2 + 1e-12
-    assert as_bytes(np.zeros(2), 0.0)["data"] == base64.b64encode(b"\0\0").decode()
-
-
 @pytest.mark.parametrize("count", [31, 98_765])
 def test_spikes_gaps_and_ends_stay(count):
     values = np.sin(np.arange(count) / 50)
@@ -136,13 +108,6 @@ def test_spikes_gaps_and_ends_stay(count):
     assert thinned(values[:30], 30).tolist() == list(range(30))
     infinite = np.where(np.arange(count) == 9, np.inf, values)
     assert 9 in thinned(infinite, 30)
-
-
-def test_each_bucket_keeps_its_extremes():
-    values = np.random.default_rng(0).normal(size=300)
-    places = set(thinned(values, 32).tolist())
-    for part in np.array_split(np.arange(300), 10):
-        assert {part[values[part].argmin()], part[values[part].argmax()]} <= places
 
 
 def test_buckets_cover_everything_once_and_leave_out_what_is_not_finite():
