@@ -128,6 +128,10 @@ def plan(
     earlier = folder.manifest()
     if earlier is not None:
         manifest = manifest.joined_to(earlier, file)
+    for name, (option, values) in design.balance_grid.items():
+        if name in contenders:
+            for value in values:
+                check_trainable(contenders[name].with_options({option: value}), options.nproc)
     _fit(manifest, options.nproc)
     return manifest, seeds
 
@@ -226,7 +230,7 @@ def _stages(options: argparse.Namespace, has_grid: bool) -> tuple[str, ...]:
     """The stages to train. Raises InputError if processes with parts could not agree on theirs."""
     if options.stage is None and options.part is not None and has_grid:
         raise InputError(
-            "--part of a study with lr-grid needs --stage: train grid, then further, then seeds"
+            "--part of a study with lr-grid needs --stage: train grid, then further, balance, seeds"
         )
     if options.stage not in (None, "seeds") and not has_grid:
         raise InputError(f"--stage {options.stage} needs lr-grid in the section study of --config")
@@ -281,8 +285,8 @@ def _add_flags(tool: Tool) -> None:
         help="train only every N-th run, from run I on (0/N is the first part); commands with the "
         "other parts train the rest, and report_study.py writes the report")  # fmt: skip
     add("--stage", choices=STAGES,
-        help="train only the grids of pilot runs, the further ones, or the compared runs "
-        "(default: all)")  # fmt: skip
+        help="train only the grids of pilot runs, the further ones, those of balance-grid, or the "
+        "compared runs (default: all)")  # fmt: skip
     add("--jobs", type=_at_least_one, default=1, metavar="N",
         help="number of runs at a time (default: 1)")  # fmt: skip
     add("--minutes", type=_at_least_one, metavar="N",

@@ -40,7 +40,7 @@ from moe_parallel.training.signals import handle_stop_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"
-STAGES = ("grid", "further", "seeds")  # grids of pilot runs, further pilot runs, compared runs
+STAGES = ("grid", "further", "balance", "seeds")  # three of pilot runs, then the compared runs
 _ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 _OF_ANOTHER_JOB = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -71,8 +71,8 @@ class Part:
 class Schedule:
     """The runs that a command asks for, as they become known.
 
-    A contender's further run is known when its grid is finished, and its compared runs when its
-    pilot runs have decided their options. `seeds`: those of the compared runs, by contender.
+    A contender's further run is known when its grid is finished, those of balance-grid after it,
+    and its compared runs when its pilot runs have decided their options. `seeds`: those of the compared runs, by contender.
     `stages`: those of STAGES to train. `part`: None, or the share of each stage.
     """
 
@@ -103,10 +103,16 @@ class Schedule:
 
     def unknown(self) -> Counter[str]:
         """The number of runs of each contender that are not known yet."""
-        whole = {"grid": self._factors, "further": min(1, self._factors)}
+        balance = self._manifest.design.balance_grid
         number = Counter[str]()
         for stage in self._stages:
-            number.update({name: whole.get(stage, len(its)) for name, its in self._seeds.items()})
+            for name, its in self._seeds.items():
+                number[name] += {
+                    "grid": self._factors,
+                    "further": min(1, self._factors),
+                    "balance": len(balance[name][1]) if name in balance else 0,
+                    "seeds": len(its),
+                }[stage]
             number.subtract(cell.contender for cell in self._cells(stage))
         return +number
 
@@ -116,8 +122,11 @@ class Schedule:
             return list(self._folder.cells(decided))
         if not self._factors:
             return []
-        places = range(self._factors) if stage == "grid" else [self._factors]
+        first = {"grid": 0, "further": self._factors, "balance": self._factors + 1}
         of_each = [self._pilots(name) for name in self._seeds]
+        most = max(map(len, of_each), default=0)
+        end = {"grid": self._factors, "further": self._factors + 1, "balance": most}[stage]
+        places = range(first[stage], end)
         return [cells[place] for place in places for cells in of_each if place < len(cells)]
 
     def _pilots(self, name: str) -> list[Cell]:

@@ -8,6 +8,7 @@ It is the section `study` of the study's file:
       equal: experts
       lr-grid: [1/3, 1, 3]
       pilot-seed: 99
+      balance-grid: {topk:moe-aux-loss-coeff: [0.001, 0.1]}
       margin: 0.01
 
 `equal` names the terms: what a study makes equal before training, and measures afterward. A
@@ -120,6 +121,8 @@ class StudyDesign:
     margin: two losses that differ by less, in nats per token, are equivalent. None: no tests.
     lr_grid: multiples of a contender's learning rate that its pilot runs try. (): none.
     pilot_seed: of the pilot runs; no other run has it.
+    balance_grid: by contender, an option and the further values of it that pilot runs try, each at
+    the best rate.
     """
 
     selections: tuple[str, ...] = field(default=(), compare=False)  # these three may grow
@@ -130,6 +133,7 @@ class StudyDesign:
     margin: float | None = None
     lr_grid: tuple[float, ...] = ()
     pilot_seed: int | None = None
+    balance_grid: Mapping[str, tuple[str, tuple[float, ...]]] = field(default_factory=dict)
 
     @property
     def terms(self) -> Terms:
@@ -179,12 +183,15 @@ class StudyDesign:
         if bool(self.lr_grid) != (self.pilot_seed is not None):
             raise _wrong("lr-grid and pilot-seed need each other: give both, or neither")
         names = [word.partition("=")[0] for word in self.selections]
-        for name in self.seeds_of:
-            if name not in names:
-                raise _wrong(
-                    f"seeds has {as_typed(name)}, which selections does not name: choose from "
-                    f"{', '.join([_DEFAULT, *names])}"
-                )
+        for key, its in (("seeds", self.seeds_of), ("balance-grid", self.balance_grid)):
+            for name in its:
+                if name not in names:
+                    raise _wrong(
+                        f"{key} has {as_typed(name)}, which selections does not name: choose from "
+                        f"{', '.join([_DEFAULT, *names] if its is self.seeds_of else names)}"
+                    )
+        if self.balance_grid and not self.lr_grid:
+            raise _wrong("balance-grid follows lr-grid: give both")
         most = max(names, key=self.seeds_for, default=None)
         if most is not None and self.seeds_for(most) > self.seeds_for(names[0]):
             raise _wrong(
@@ -199,6 +206,8 @@ def _wrong(text: str) -> InputError:
 
 
 def _as_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_tuples(each) for name, each in value.items()}
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
@@ -230,6 +239,16 @@ def _grid(value: Any) -> tuple[float, ...]:
     return factors
 
 
+def _balance_grid(value: Any) -> dict[str, tuple[str, tuple[float, ...]]]:
+    grid = {}
+    for key, values in value.items():
+        name, option = key.split(":")
+        if name in grid or not values:
+            raise ValueError
+        grid[name] = (option.replace("-", "_"), tuple(map(_number, values)))
+    return grid
+
+
 def _one_of(choices: Sequence[str]) -> tuple[Callable[[Any], str], str]:
     def parse(value: Any) -> str:
         return choices[choices.index(str(value).replace("-", "_"))]
@@ -253,4 +272,8 @@ _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "margin": (_number, "a number above 0"),
     "lr_grid": (_grid, "two or more rising factors from 1/1000 to 1000, with 1: [1/3, 1, 3]"),
     "pilot_seed": (_count, "a whole number of at least 1"),
+    "balance_grid": (
+        _balance_grid,
+        "one option of each contender with values above 0: topk:moe-aux-loss-coeff: [0.001, 0.1]",
+    ),
 }

@@ -11,6 +11,7 @@ FOLDER/table.md cells.csv figures/   the report
 Every contender has the same number of pilot runs: those of the grid, and one that follows from
 their losses. If the best rate is at an edge of the grid, the further run is one step beyond the
 edge; otherwise it is halfway (in logarithm) between the best rate and the better of its neighbors.
+The runs of balance-grid follow at the best of all rates, in lr-0.001-moe_aux_loss_coeff-0.1/.
 """
 
 from __future__ import annotations
@@ -40,18 +41,21 @@ DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (traini
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study. `lr`: the learning rate of a pilot run; None: a run that is compared."""
+    """One run of a study. `lr`: the learning rate of a pilot run; None: a run that is compared.
+    `balance`: the option of balance-grid that a pilot run tries, and its value."""
 
     contender: str
     seed: int
     folder: Path
     lr: float | None = None
+    balance: tuple[str, float] | None = None
 
     @property
     def label(self) -> str:
         if self.lr is None:
             return f"{self.contender}, seed {self.seed}"
-        return f"{self.contender}, pilot run at lr {self.lr:g}"
+        tried = "" if self.balance is None else f", {flag(self.balance[0])} {self.balance[1]:g}"
+        return f"{self.contender}, pilot run at lr {self.lr:g}{tried}"
 
     @property
     def output(self) -> Path:
@@ -127,7 +131,8 @@ class StudyManifest:
         if cell.lr is None:
             return self.settled(cell.contender)
         contender = self.fitted_contender(cell.contender)
-        return contender.with_options(lr_options(contender, cell.lr))
+        tried = dict([cell.balance] if cell.balance else [])
+        return contender.with_options(lr_options(contender, cell.lr) | tried)
 
     def config_of(self, cell: Cell) -> Config:
         """The configuration of a run, saved in its folder."""
@@ -218,8 +223,11 @@ class StudyFolder:
     def cell(self, contender: str, seed: int) -> Cell:
         return Cell(contender, seed, self.path / "cells" / contender / f"seed-{seed}")
 
-    def pilot(self, contender: str, seed: int, lr: float) -> Cell:
-        return Cell(contender, seed, self.path / "pilots" / contender / f"lr-{lr:g}", lr)
+    def pilot(
+        self, contender: str, seed: int, lr: float, balance: tuple[str, float] | None = None
+    ) -> Cell:
+        name = f"lr-{lr:g}" + ("" if balance is None else f"-{balance[0]}-{balance[1]:g}")
+        return Cell(contender, seed, self.path / "pilots" / contender / name, lr, balance)
 
     def cells(self, seeds: Mapping[str, Sequence[int]]) -> Iterator[Cell]:
         """The runs, seed by seed, so that changes on the machine affect all contenders equally.
@@ -231,10 +239,14 @@ class StudyFolder:
 @dataclass(frozen=True)
 class Sweep:
     """The learning-rate sweep of a contender. `grid`: rates in rising order. `losses`: of the pilot
-    runs that have ended, by rate; infinite if training diverged."""
+    runs that have ended, by rate; infinite if training diverged. `option`, `values`: what
+    balance-grid tries at the best rate; `by_value`: the losses there, likewise."""
 
     grid: tuple[float, ...]
     losses: Mapping[float, float]
+    option: str | None = None
+    values: tuple[float, ...] = ()
+    by_value: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def further(self) -> float | None:
@@ -253,8 +265,20 @@ class Sweep:
         return sorted({*self.grid, *([] if self.further is None else [self.further])})
 
     @property
-    def is_finished(self) -> bool:
+    def has_rates(self) -> bool:
         return self.further in self.losses
+
+    @property
+    def is_finished(self) -> bool:
+        return self.has_rates and (self.best is None or self.by_value.keys() >= set(self.values))
+
+    @property
+    def best_value(self) -> float | None:
+        """The value of `option` with the lowest loss. None: that of the contender, or not known."""
+        if not self.is_finished or self.best is None or not self.values:
+            return None
+        value = min(self.values, key=self.by_value.__getitem__)
+        return value if self.by_value[value] < self.losses[self.best] else None
 
     @property
     def best(self) -> float | None:
@@ -262,7 +286,7 @@ class Sweep:
 
         None: a run is not finished, or all diverged.
         """
-        best = self._lowest(self.rates) if self.is_finished else None
+        best = self._lowest(self.rates) if self.has_rates else None
         return best if best is not None and math.isfinite(self.losses[best]) else None
 
     @property
@@ -300,23 +324,37 @@ def pilot_cells(
     further = [] if sweep.further is None else [sweep.further]
     seed = manifest.design.pilot_seed
     assert seed is not None
-    return [folder.pilot(name, seed, rate) for rate in (*sweep.grid, *further)]
+    cells = [folder.pilot(name, seed, rate) for rate in (*sweep.grid, *further)]
+    if sweep.best is not None and sweep.option is not None:
+        tried = [(sweep.option, value) for value in sweep.values]
+        cells += [folder.pilot(name, seed, sweep.best, each) for each in tried]
+    return cells
 
 
 def read_sweep(folder: StudyFolder, manifest: StudyManifest, name: str) -> Sweep:
     """The learning-rate sweep of the contender, as far as it is finished."""
     losses: dict[float, float] = {}
-    sweep = Sweep(grid_of(manifest.fitted_contender(name), manifest.design.lr_grid), losses)
-    for _ in range(2):  # the further run is known after the grid
+    by_value: dict[float, float] = {}
+    option, values = manifest.design.balance_grid.get(name, (None, ()))
+    grid = grid_of(manifest.fitted_contender(name), manifest.design.lr_grid)
+    sweep = Sweep(grid, losses, option, values, by_value)
+    for _ in range(3):  # the further run is known after the grid, those of balance-grid after it
         for cell in pilot_cells(folder, manifest, name, sweep):
             if cell.lr is not None and manifest.is_over(cell):
                 finished = manifest.is_finished(cell)
                 loss = judged_loss(cell.measures(), manifest.design.judged_by) if finished else None
-                losses[cell.lr] = math.inf if loss is None else loss
+                loss = math.inf if loss is None else loss
+                if cell.balance is None:
+                    losses[cell.lr] = loss
+                else:
+                    by_value[cell.balance[1]] = loss
     return sweep
 
 
 def tuned_options(folder: StudyFolder, manifest: StudyManifest, name: str) -> Options | None:
     """What the pilot runs decide for the contender. None: runs are missing, or all diverged."""
-    best = read_sweep(folder, manifest, name).best
-    return None if best is None else lr_options(manifest.fitted_contender(name), best)
+    sweep = read_sweep(folder, manifest, name)
+    if sweep.best is None or not sweep.is_finished:
+        return None
+    tried = {} if sweep.best_value is None else {str(sweep.option): sweep.best_value}
+    return lr_options(manifest.fitted_contender(name), sweep.best) | tried

@@ -325,7 +325,7 @@ def _sweep_section(study: StudyResults) -> list[str]:
     if not study.sweeps:
         return []
     heads = ["", *(f"lr × {factor:.3g}" for factor in study.design.lr_grid)]
-    rows = []
+    rows, balance = [], []
     for name, sweep in study.sweeps.items():
         further, chosen = NONE, NONE
         if sweep.further is not None:
@@ -333,7 +333,15 @@ def _sweep_section(study: StudyResults) -> list[str]:
         if sweep.best is not None:
             chosen = f"{sweep.best:g}" + (" ‡" if sweep.best_is_at_an_edge else "")
         rows.append([name, *(_loss(sweep, rate) for rate in sweep.grid), further, chosen])
-    return [
+        if sweep.option is not None and sweep.best is not None:
+            tried = [
+                (f"{_fixed(loss, 4)} at" if math.isfinite(loss) else "diverged at") + f" {value:g}"
+                for value, loss in sweep.by_value.items()
+            ]
+            value = "its own" if sweep.best_value is None else f"{sweep.best_value:g}"
+            own, shown = _fixed(sweep.losses[sweep.best], 4), value if sweep.is_finished else NONE
+            balance.append([name, f"`{flag(sweep.option)}`", own, "; ".join(tried), shown])
+    tables = [
         "## Learning rates\n",
         markdown_table([*heads, "further run", "chosen lr"], rows),
         "Held-out loss of the pilot runs, one for each rate, with a seed that no compared run has. "
@@ -342,6 +350,10 @@ def _sweep_section(study: StudyResults) -> list[str]:
         "is beyond that edge, otherwise between the best rate and the better of its neighbors. ‡: "
         "the chosen rate is the lowest or the highest that was tried, so another may be better.\n",
     ]
+    if balance:
+        heads = ["", "option", "with its own value", "with others", "chosen"]
+        tables += ["## Balancing at the chosen rates\n", markdown_table(heads, balance)]
+    return tables
 
 
 def _loss(sweep: Sweep, rate: float) -> str:

@@ -18,6 +18,7 @@ WHOLE = {
     "margin": 0.01,
     "lr-grid": ["1/3", 1, 3],
     "pilot-seed": 99,
+    "balance-grid": {"aoe:moe-aux-loss-coeff": [0.001, 0.1]},
 }
 
 
@@ -48,6 +49,8 @@ NUMBER = "give a whole number of at least 1, or one by name"
         ({"lr-grid": [0.3, 3]}, "with 1: "),
         ({"lr-grid": [1, 2000]}, "from 1/1000 to 1000"),
         ({"selections": "topk"}, "give a list of names"),
+        ({"balance-grid": {"aoe": [1]}}, "balance-grid is .*: give one option of each"),
+        ({"balance-grid": {"dense:lr": [1]}}, "balance-grid has dense, which selections does not"),
         ({"lr-grid": [1, 3], "pilot-seed": 4}, "pilot-seed is 4, also the seed of a run"),
     ],
 )

@@ -111,6 +111,40 @@ def test_a_pilot_run_that_fails_keeps_its_contender_out_until_it_is_repeated(
     assert again.names == ["aoe 99 0.003", "aoe 99 0.027", "aoe 7 0.027", "aoe 8 0.027"]
 
 
+def test_balancing_is_tuned_at_the_chosen_rate(tool, tmp_path, capsys):
+    """topk's other strength is better; of aoe's, one is worse and one diverges."""
+    losses = {("topk", 0.1): 3.0, ("aoe", 0.001): 9.0, ("aoe", 0.1): None}
+
+    def by_strength(cell: Cell, stop: Any = None) -> int:
+        if cell.balance is None:
+            return by_rate(cell)
+        loss = losses[cell.contender, cell.balance[1]]
+        return 3 if loss is None else write(cell, evaluation(loss))
+
+    grid = {"topk:moe-aux-loss-coeff": [0.1], "aoe:moe-aux-loss-coeff": [0.001, 0.1]}
+    options = {**OPTIONS, "study": {**SECTION, "balance-grid": grid}}
+    runs, trained = FakeRuns(by_strength), []
+    assert compare(tool, tmp_path, runs, **options) == 0
+    assert runs.names == [*PILOTS, "topk 99 0.003", "aoe 99 0.027", "aoe 99 0.027", *COMPARED]
+    strengths = [c.selection.moe_aux_loss_coeff for c in runs.configs]
+    assert strengths == [0.01] * 8 + [0.1, 0.001, 0.1] + [0.1, 0.01] * 2
+    page = (tmp_path / "study" / "table.md").read_text()
+    assert "| topk | `--moe-aux-loss-coeff` | 4.2000 | 3.0000 at 0.1 | 0.1 |" in page
+    assert "| 9.0000 at 0.001; diverged at 0.1 | its own |" in page
+    assert "pilot run at lr 0.027, --moe-aux-loss-coeff 0.1: diverged" in capsys.readouterr().out
+    for name in ("parts", "wrong"):
+        (tmp_path / name).mkdir()
+    for stage, parts in (("grid", 4), ("further", 2), ("balance", 2), ("seeds", 3)):
+        for part in range(parts):
+            runs, line = FakeRuns(by_strength), ("--stage", stage, "--part", f"{part}/{parts}")
+            assert compare(tool, tmp_path / "parts", runs, *line, **options) == 0
+            trained += runs.names
+    assert len(trained) == 15
+    wrong = {**options, "study": {**SECTION, "balance-grid": {"aoe:moe-threshold-ema": [0.5]}}}
+    assert compare(tool, tmp_path / "wrong", FakeRuns(by_strength), **wrong) == 2
+    assert "contender aoe: " in capsys.readouterr().err
+
+
 def test_stages_and_parts_train_each_run_once(tool, tmp_path, capsys):
     trained: list[str] = []
     for stage, parts in (("grid", 4), ("further", 2), ("seeds", 3)):
