@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.platform.cpu_host import HostEvent
+from moe_parallel.training import step_graph
 from moe_parallel.training.loop import Loop
 from tests import systems
 from tests.distributed import run_distributed
@@ -222,7 +223,7 @@ VARYING = [name for name in SYSTEMS if "routing_map" in str(STEPS[name][2])]
 
 
 def _waits_of_a_recorded_step(layout, options, path):
-    with stand_in():
+    with stand_in(), mock.patch.object(step_graph, "MARGIN", 4):  # so that the rows have room
         return _waits_of_a_step(layout, options | GRAPH, path)
 
 
