@@ -77,7 +77,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_OPERATOR("routing_map",
-                      "(Tensor experts, SymInt num_experts, SymInt? pad_rows_per_expert, "
-                      "SymInt? num_rows, SymInt? max_rows) -> (Tensor slots, Tensor rows, Tensor counts)",
-                      moe_parallel::routing_map)
+MOE_PARALLEL_OPERATOR(
+    "routing_map",
+    "(Tensor experts, SymInt num_experts, SymInt? pad_rows_per_expert, "
+    "SymInt? num_rows, SymInt? max_rows) -> (Tensor slots, Tensor rows, Tensor counts)",
+    moe_parallel::routing_map)

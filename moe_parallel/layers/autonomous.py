@@ -161,11 +161,11 @@ class AutonomousLayer(DispatchedLayer):
             keep: Keep = "nothing" if self.recompute_scores else "all"
             scores = norm_topk(x_TD, w_down_EDR, 1, keep=keep)
         else:
-            rows = None
-            if self.row_budget is not None and self.routes:
-                # A capacity drops some of these choices later.
-                all_rows = len(x_TD) * self.num_experts
-                rows = self.row_budget.rows if self.context.capacity is None else all_rows
+            rows, budget = None, self.row_budget
+            if budget is not None and budget.rows is not None:
+                # A capacity drops some of these choices before they are counted.
+                is_counted = budget.counts and self.context.capacity is None
+                rows = budget.rows if is_counted else len(x_TD) * self.num_experts
             scores = norm_topk(
                 x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen, max_rows=rows
             )

@@ -192,8 +192,8 @@ class DispatchedLayer(ExpertLayer):
         if self.context.capacity is not None:
             kept, pad_rows_per_expert = self._limit(self.context.capacity, choices, tokens)
         computed, probs_TZ = (kept, None) if self.free is None else self.free.divided(kept)
-        varies = routes and computed.number is None and pad_rows_per_expert is None
-        budget = self.row_budget if varies else None
+        known = (computed.number, computed.max_rows, pad_rows_per_expert) != (None, None, None)
+        budget = self.row_budget if routes and not known else None
         if budget is not None:
             computed = budget.bounded(computed)
         y_TD, wire_bytes, rows = self._compute_dispatched(x_TD, computed, pad_rows_per_expert)

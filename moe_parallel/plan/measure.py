@@ -412,12 +412,11 @@ class _Counts(TorchDispatchMode):
         max_rows: int | None,
     ) -> RowMap:
         """A row map with as many rows as tokens have experts on average."""
-        assert max_rows is None  # a plan has no budgets
         tokens, slots = experts_TJ.shape
         if pad is not None:
             rows = num_experts * pad
-        elif num_rows is not None:
-            rows = num_rows
+        elif num_rows is not None or max_rows is not None:
+            rows = num_rows or max_rows or 0
         elif self._mean_choices is not None:
             rows = min(tokens * slots, round(tokens * self._mean_choices))
         else:

@@ -75,7 +75,7 @@ class Capacity:
                 for experts_TK, probs_TK in zip(*stretches, strict=True)
             ]
             experts_TK = tokens.of_this_rank(torch.cat(kept))
-        return replace(choices, experts_TK=experts_TK, all_chosen=False)
+        return replace(choices, experts_TK=experts_TK, all_chosen=False, max_rows=None)
 
     def _kept(self, choices: Choices) -> torch.Tensor:
         """The experts of all choices that are not dropped: int64 [T, K]. -1: the slot is empty."""

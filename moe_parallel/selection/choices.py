@@ -25,7 +25,7 @@ class Choices:
     probabilities_TE: torch.Tensor  # fp32, differentiable; the scores normalized to sum to 1
     c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen experts, for their use
     all_chosen: bool = False  # a promise that no slot is empty, so that no wait for a GPU is needed
-    max_rows: int | None = None  # of the row map; None: as many as choices (`ops.routing_map`)
+    max_rows: int | None = None  # of the row map, see `ops.reference`; None: as many as choices
     norms_TK: torch.Tensor | None = None  # of c_TKR, if the experts differentiate them
     output_TD: torch.Tensor | None = None  # of neurons that compute every token; it is added
     values_TE: torch.Tensor | None = None  # differentiable; what a threshold compares

@@ -70,6 +70,13 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
+        "C++: an expert counts choices beyond a fixed number of rows",
+        "csrc/cpu/routing_map.cpp",
+        "std::min(row, task.max_rows)",
+        "row",
+        OF_OPS,
+    ),
+    Fault(
         "C++: an expert without rows keeps what lay in its gradient",
         "csrc/grouped_gemm.cpp",
         "out_group.zero_();",

@@ -314,6 +314,20 @@ FAULTS_OF_RUNS = [
         ("tests/training/test_step_graph.py",),
     ),
     Fault(
+        "choices for which a graph has no rows are dropped",
+        "moe_parallel/training/step_graph.py",
+        "all(most <= room for most, room in zip(most_L, self._room_L, strict=False))",
+        "True",
+        ("tests/training/test_step_graph.py",),
+    ),
+    Fault(
+        "a step without room counts its choices twice",
+        "moe_parallel/training/step_graph.py",
+        "                x.copy_(before)",
+        "                pass",
+        ("tests/training/test_step_graph.py",),
+    ),
+    Fault(
         "no step is ever recorded",
         "moe_parallel/training/step_graph.py",
         "        if self._warmup_left:\n",

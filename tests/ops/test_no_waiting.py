@@ -1,5 +1,6 @@
 """On a GPU nothing from the selection to the layer's gradients waits for the device, if every token
-has all its choices. Therefore a CUDA graph can capture all of it, whatever the choices are."""
+has all its choices, or the number of rows is fixed. Therefore a CUDA graph can capture all of it,
+whatever the choices are."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +46,20 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
     return step
 
 
+def varying(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
+    """The same for tokens with any number of experts, with room for some more rows."""
+    x, *weights = tensors(dtype, (T, D), (E, D, 2 * F), (E, F, D))
+
+    def step(scores_TE: Tensor) -> list[Tensor]:
+        experts_TE = torch.arange(E, device="cuda").expand(T, E)
+        experts_TE = experts_TE.masked_fill(scores_TE <= 0, -1)
+        row_map = ops.routing_map(experts_TE, E, max_rows=T * E * 3 // 4)
+        y = ops.routed_experts(x, scores_TE.relu(), row_map, *weights)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, scores_TE, *weights))]
+
+    return step
+
+
 def autonomous(
     ops: Ops, dtype: torch.dtype, joins_norms: bool = False
 ) -> Callable[[Tensor], list[Tensor]]:
@@ -68,6 +83,9 @@ def autonomous(
     return step
 
 
+LAYERS = [routed, varying, autonomous, partial(autonomous, joins_norms=True)]
+
+
 def scores(seed: int) -> Tensor:
     tensor = random_tensor(T, E, dtype=torch.float32, device="cuda", seed=seed)
     return tensor.requires_grad_()
@@ -81,7 +99,7 @@ def assert_close(results: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous, partial(autonomous, joins_norms=True)])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_no_step_waits(native, device, layer, dtype, request):
     step, given = layer(native, dtype), scores(0)
     wanted = step(given)  # the first call loads kernels and fills the allocator
@@ -93,7 +111,7 @@ def test_no_step_waits(native, device, layer, dtype, request):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous, partial(autonomous, joins_norms=True)])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_a_graph_serves_other_choices(native, device, layer, dtype):
     step, given = layer(native, dtype), scores(0)
     stream = torch.cuda.Stream()

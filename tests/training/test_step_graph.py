@@ -87,8 +87,12 @@ TRAINED |= {
         "moe_pad_expert_input_to_capacity": True,
     },
     "topk, choices dropped": {"moe_expert_capacity_factor": 0.5},
-    "routing_free, choices dropped": systems.options("routing_free")
-    | {"moe_expert_capacity_factor": 0.5},
+    "aoe_expert_choice, selected gradient, choices dropped": AOE
+    | {
+        "expert_selection": "aoe_expert_choice",
+        "aoe_gradient": "selected",
+        "moe_expert_capacity_factor": 0.5,
+    },
     "aoe, bf16, within a budget": AOE | BF16 | {"moe_activation_budget": 0.01},
 }
 TRAINED = {name: options for name, options in TRAINED.items() if _is_possible(options)}
@@ -105,8 +109,8 @@ def test_a_replayed_step_is_the_same(tmp_path, name):
 
 
 VARYING = [name for name in TRAINED if set(name.split(", ")) & {
-    "top_p", "aoe_top_p", "relu", "threshold", "aoe_threshold", "routing_free", "expert_choice",
-    "aoe_expert_choice", "free experts", "a free expert", "choices dropped",
+    "top_p", "aoe_top_p", "relu", "threshold", "aoe_threshold", "routing_free", "free experts",
+    "a free expert", "choices dropped",
 }]  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def test_a_cpu_is_refused(tmp_path):
 @pytest.mark.gpu
 def test_graphs_on_a_gpu_train_the_same():
     """Up to the order in which it adds. Each model makes NCCL's groups anew, so there are few."""
-    names = ("aoe", "aoe, by bias", "topk, one expert", "lory")
+    names = ("aoe", "aoe, by bias", "topk, one expert", "lory", "top_p", "routing_free")
     models = {name: TRAINED[name] for name in names} | {"aoe, bf16": AOE | BF16}
     program = [sys.executable, "-m", "tests.training.graph_on_gpu", json.dumps(models)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, cwd=ROOT)
@@ -171,4 +175,5 @@ def test_graphs_on_a_gpu_train_the_same():
         for mine, its in zip(replayed["routing"], launched["routing"], strict=True):
             counts = its["tokens_per_expert"]
             assert mine["tokens_per_expert"] == pytest.approx(counts, abs=sum(counts) / 50), name
-            assert mine["experts_per_token"] == its["experts_per_token"], name
+            wanted = its["experts_per_token"]
+            assert mine["experts_per_token"] == pytest.approx(wanted, rel=1e-2), name

@@ -55,7 +55,10 @@ class ExpertChoice:
         chosen_AE = torch.zeros_like(probs_AE, dtype=torch.bool)
         chosen_AE.scatter_(0, order_AE[:taken], True)
         experts_TK, probs_TK = slots_of(tokens.of_this_rank(chosen_AE), probs_TE)
-        return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))
+        probabilities_TE = torch.softmax(scores_TE, dim=1)
+        # Of several ranks' tokens, this one's share varies.
+        rows = taken * scores_TE.shape[1] if tokens.num_shares == 1 else None
+        return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE, max_rows=rows)
 
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
         """The choices for given experts: int64 [T, K]; -1: the slot is empty."""
