@@ -9,9 +9,9 @@ token t in a trace, `place` minimizes over the assignments rank(e) with n / ep e
 
 load_r is the number of choices that rank r computes. A choice beyond the bound costs a row for each
 rank, because all ranks wait for the one that computes most. This is balanced partitioning of a
-hypergraph, whose edges are the tokens, by connectivity minus one. It starts from greedy clusters of
-experts that are chosen together, and from the order that is there; then the best exchange of two
-experts is made until none is an improvement (Kernighan and Lin 1970). The better result is taken.
+hypergraph, whose edges are the tokens, by connectivity minus one. From the order that is there, the
+best exchange of two experts is made until none saves a row (Kernighan and Lin 1970). From greedy
+clusters and from random orders, tokens of later steps visited as many ranks, within 2%.
 
 The model stays the same: each tensor that has an axis of experts takes their new order, which its
 name says, as all names here end in the shape. Its outputs are equal up to rounding, because
@@ -43,7 +43,7 @@ from moe_parallel.training.checkpoint.inspection import rewrite
 from moe_parallel.training.router_trace import trace_shape
 
 LOAD_BOUND = 1.05  # of the mean load
-MOST_TOKENS = 2**15  # of a layer, to which its placement is fitted
+MOST_TOKENS = 2**14  # of a layer, to which its placement is fitted
 #: In the folder of a run: by layer, from 1, the number that each expert had at first.
 NAMES = "placement.json"
 FLAG = "--expert-model-parallel-size"
@@ -161,70 +161,44 @@ def visits(of_steps: Sequence[Array], order_E: Array, ranks: int) -> Visits:
 def fit_layer(chosen_TE: Array, ranks: int) -> Array:
     """The order of the experts of a layer: int64 [E], at each number that of the expert before.
 
+    The cost of a rank depends on its experts alone. So an exchange keeps its gain when experts of
+    other ranks are exchanged, and a round makes the best one, the best one of other ranks, ...
+
     `chosen_TE`: bool, of tokens in the order of a run.
     """
     every = -(-len(chosen_TE) // MOST_TOKENS)
     chosen_TE = chosen_TE[::every].astype(np.float32)  # products of whole numbers, exact to 2^24
     n = chosen_TE.shape[1]
-    starts = [np.arange(n) // (n // ranks), _clusters(chosen_TE, ranks)]
-    costs, rank_E = min(
-        (_refined(chosen_TE, start_E, ranks) for start_E in starts), key=lambda each: each[0]
-    )
-    members = sorted(np.flatnonzero(rank_E == rank).tolist() for rank in range(ranks))
-    return np.array(members).flatten()
-
-
-def _clusters(chosen_TE: Array, ranks: int) -> Array:
-    """The rank of each expert: one rank after the other takes the busiest expert that is left, and
-    then those that are chosen most often with the experts it has."""
-    together_EE = chosen_TE.T @ chosen_TE
-    rank_E = np.full(len(together_EE), -1)
-    for rank in range(ranks):
-        liked_E = together_EE.diagonal()
-        for _ in range(len(rank_E) // ranks):
-            rank_E[np.where(rank_E < 0, liked_E, -1).argmax()] = rank
-            liked_E = together_EE[rank_E == rank].sum(axis=0)
-    return rank_E
-
-
-def _refined(chosen_TE: Array, rank_E: Array, ranks: int) -> tuple[float, Array]:
-    """The cost, and the rank of each expert, after all exchanges of two that are improvements.
-
-    The cost of a rank depends on its experts alone. So exchanges between other ranks keep their
-    gain, and those of a round are between different ranks.
-    """
-    rank_E = rank_E.copy()
+    rank_E = np.arange(n) // (n // ranks)
     load_E = chosen_TE.sum(axis=0, dtype=np.float64)
     bound = LOAD_BOUND * load_E.sum() / ranks
 
     def excess(load: Array) -> Array:
         return ranks * np.maximum(load - bound, 0)
 
-    while True:
+    exchanged = True
+    while exchanged:
         there_RE = rank_E == np.arange(ranks)[:, None]
         by_rank_TR = chosen_TE @ there_RE.T.astype(np.float32)
-        load_R = there_RE @ load_E
         alone_TE = chosen_TE * (by_rank_TR == 1)[:, rank_E]
         # If expert i leaves its rank, the tokens stay away that have no other expert there. Those
         # come to the rank of j that had none there. A token with both experts does neither.
         leave_E = alone_TE.sum(axis=0, dtype=np.float64)
         come_ER = chosen_TE.T @ (by_rank_TR == 0).astype(np.float32)
         fewer_EE = leave_E[:, None] - come_ER[:, rank_E] - alone_TE.T @ chosen_TE
-        more_EE = load_E - load_E[:, None]  # of the rank of i
-        before_E = excess(load_R)[rank_E]
-        lighter_EE = before_E[:, None] - excess(load_R[rank_E][:, None] + more_EE)
-        gain_EE = fewer_EE + fewer_EE.T + lighter_EE + lighter_EE.T
+        load_E1 = (there_RE @ load_E)[rank_E][:, None]  # of the rank of i
+        fewer_EE += excess(load_E1) - excess(load_E1 + load_E - load_E[:, None])
+        gain_EE = fewer_EE + fewer_EE.T
         gain_EE[rank_E[:, None] == rank_E] = 0
-        exchanged = False
+        exchanged = gain_EE.max() >= 1
         while gain_EE.max() >= 1:
             i, j = np.unravel_index(gain_EE.argmax(), gain_EE.shape)
             touched_E = np.isin(rank_E, rank_E[[i, j]])
             gain_EE[touched_E] = 0
             gain_EE[:, touched_E] = 0
             rank_E[i], rank_E[j] = rank_E[j], rank_E[i]
-            exchanged = True
-        if not exchanged:
-            return float((by_rank_TR > 0).sum() + excess(load_R).sum()), rank_E
+    members = sorted(np.flatnonzero(rank_E == rank).tolist() for rank in range(ranks))
+    return np.array(members).flatten()
 
 
 def place(checkpoint: Path, folder: CheckpointFolder, placement: Placement) -> Path:

@@ -88,7 +88,6 @@ def test_the_same_model_in_another_order(name: str, tmp_path: Path) -> None:
     for (layer, order), was, now in zip(ORDERS.items(), before[1], after[1], strict=True):
         assert was["layer"] == now["layer"] == layer + 1
         counted = np.array(was["tokens_per_expert"])
-        assert len(set(counted)) > 1 or "expert_choice" in name
         np.testing.assert_allclose(
             now["tokens_per_expert"], counted[order], atol=2 if is_half else 0
         )
