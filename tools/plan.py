@@ -5,9 +5,7 @@
 h100x8:64 is 64 nodes of 8 H100, 512 GPUs. Known nodes: a100x8, h100x8, h200x8, b200x8.
 
 Without --own-layout, the tool tries every layout and micro-batch size, lists the fastest that fit
-into memory, and says why the others do not fit. --beside FILE.yaml plans a second model in the same
-layouts, for example a traditional MoE to compare with AoE. --json prints everything as one JSON
-object.
+into memory, and says why the others do not fit. --json prints everything as one JSON object.
 
 The tool builds the layers of the model without storage and counts what they hold, keep, compute and
 send; times are a roofline (docs/scaling.md). Besides its own flags, it accepts those of
@@ -20,19 +18,11 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from moe_parallel.config import Config, parse_command_line
+from moe_parallel.config import parse_command_line
 from moe_parallel.errors import InputError
-from moe_parallel.plan.cluster import (
-    RESERVE,
-    Cluster,
-    Efficiency,
-    measured,
-    measured_node,
-    parse_cluster,
-)
+from moe_parallel.plan.cluster import RESERVE, Cluster, measured, parse_cluster
 from moe_parallel.platform.megatron import suppress_warnings
 from moe_parallel.tool import Tool, check_positive
 
@@ -47,11 +37,6 @@ def main(arguments: list[str]) -> int:
         "--own-layout",
         action="store_true",
         help="plan only the layout and the micro-batch of the configuration",
-    )
-    tool.add_argument(
-        "--beside",
-        metavar="FILE",
-        help="a second configuration, planned in the layouts of the first",
     )
     tool.add_argument(
         "--top", metavar="N", type=int, default=10, help="number of layouts to list (default: 10)"
@@ -92,7 +77,6 @@ def _plan(own: argparse.Namespace, flags: list[str]) -> None:
         cluster,
         reserve=round(own.reserve_gib * GIB),
         mean_choices=own.mean_choices,
-        beside=None if own.beside is None else _beside_config(own.beside),
         own_layout=own.own_layout,
         most=own.top,
     )
@@ -109,21 +93,8 @@ def _check(own: argparse.Namespace) -> None:
 
 def _cluster(own: argparse.Namespace) -> Cluster:
     """The cluster of --cluster, with the shares and seconds of --measured."""
-    cluster = replace(parse_cluster(own.cluster), efficiency=_efficiency(own))
-    if own.measured is None:
-        return cluster
-    return replace(cluster, node=measured_node(Path(own.measured), cluster.node))
-
-
-def _efficiency(own: argparse.Namespace) -> Efficiency:
-    published = Efficiency()
-    return published if own.measured is None else measured(Path(own.measured), published)
-
-
-def _beside_config(file: str) -> Config:
-    if not Path(file).is_file():
-        raise InputError(f"--beside {file} does not exist: name a YAML file")
-    return parse_command_line(["--config", file])
+    cluster = parse_cluster(own.cluster)
+    return cluster if own.measured is None else measured(Path(own.measured), cluster)
 
 
 if __name__ == "__main__":

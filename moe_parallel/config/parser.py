@@ -19,6 +19,7 @@ GONE = {
     "log_digest": (True, "compare checkpoints by tools/checkpoint.py diff"),
     "aoe_fp8_screening": (False, "norms are always computed exactly"),
     "aoe_send_activations": (True, "the rank of an expert computes C again"),
+    "beside": (False, "plan the other file by itself, with --own-layout and the flags of a layout"),
 }
 
 

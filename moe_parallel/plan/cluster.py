@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
@@ -140,23 +139,12 @@ def one_node(text: str, flag: str = "--node") -> Cluster:
 TIMES, LONGEST = ("call_time", "kernel_time"), 0.01
 
 
-def measured(path: Path, efficiency: Efficiency) -> Efficiency:
-    """The efficiencies with those of a JSON file in place of the published ones.
+def measured(path: Path, cluster: Cluster) -> Cluster:
+    """The cluster with the shares and seconds of a JSON file in place of the published ones.
 
     Raises InputError if the file is not an object of known names with shares above 0, up to 1, and
     with seconds from 0 to LONGEST.
     """
-    found = _measured_of(path)
-    return replace(efficiency, **{name: found[name] for name in found if name not in TIMES})
-
-
-def measured_node(path: Path, node: Node) -> Node:
-    """The node with the seconds of such a file."""
-    found = _measured_of(path)
-    return replace(node, **{name: found[name] for name in found if name in TIMES})
-
-
-def _measured_of(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_small(path))
     except (OSError, ValueError) as error:
@@ -166,12 +154,12 @@ def _measured_of(path: Path) -> dict[str, Any]:
         raise InputError(f"--measured {path} must be an object with some of {', '.join(names)}")
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in TIMES and not (number and 0 <= value <= LONGEST):
-            raise InputError(
-                f"--measured {path}: {name} is {value!r}; give seconds from 0 to {LONGEST}"
-            )
-        if name not in TIMES and not (number and 0 < value <= 1):
-            raise InputError(
-                f"--measured {path}: {name} is {value!r}; give a share of the peak above 0, up to 1"
-            )
-    return found
+        if not (number and (0 <= value <= LONGEST if name in TIMES else 0 < value <= 1)):
+            wanted = f"seconds from 0 to {LONGEST}" if name in TIMES else "a share above 0, up to 1"
+            raise InputError(f"--measured {path}: {name} is {value!r}; give {wanted}")
+    times = {name: found.pop(name) for name in TIMES if name in found}
+    return replace(
+        cluster,
+        node=replace(cluster.node, **times),
+        efficiency=replace(cluster.efficiency, **found),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_parallel.config import Config
@@ -14,9 +14,7 @@ from moe_parallel.plan.search import (
     Plan,
     Refused,
     mean_of,
-    model_of,
     plan_layout,
-    plannable,
     reasons,
     search,
     vocabulary_of,
@@ -29,18 +27,16 @@ TABLE_HEADER = (
     "   tp cp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
     "  weights grads  optim   kept"
 )
-TABLE_HEADER_BESIDE = "   beside: tokens/s/GPU    GiB"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The plans of a configuration, and those of a second one in the same layouts."""
+    """The plans of a configuration."""
 
     config: Config
     cluster: Cluster
     mean_choices: float | None  # of a token; None: the configuration says it
     plans: list[Plan]  # fastest first
-    beside: list[Plan | Refused | None]  # for each plan, that of the second; None: there is none
     refused: list[Refused]
     fitting: int  # the number of layouts that fit, of which `plans` may be the first
 
@@ -52,7 +48,6 @@ class Listing:
         reserve: int,
         mean_choices: float | None = None,
         *,
-        beside: Config | None = None,
         own_layout: bool = False,
         most: int,
     ) -> Listing:
@@ -60,28 +55,18 @@ class Listing:
 
         Args:
             reserve: bytes of a GPU that stay free.
-            beside: the second configuration.
             own_layout: only the layout of the configuration; otherwise every layout is tried.
             most: the number of plans in the listing.
 
-        Raises InputError if a configuration cannot be planned.
+        Raises InputError if the configuration cannot be planned.
         """
-        plannable(config, mean_choices)
         vocabulary = vocabulary_of(config)
         refused: list[Refused] = []
         if own_layout:
             plans = [_own_plan(config, vocabulary, cluster, reserve, mean_choices)]
         else:
             plans, refused = search(config, vocabulary, cluster, reserve, mean_choices)
-        shown = plans[:most]
-        others: list[Plan | Refused | None] = [None] * len(shown)
-        if beside is not None:
-            same = [in_layout(beside, plan.layout) for plan in shown]
-            others = [
-                plan_layout(each, vocabulary_of(each), cluster, reserve, mean_choices)
-                for each in same
-            ]
-        return cls(config, cluster, mean_choices, shown, others, refused, len(plans))
+        return cls(config, cluster, mean_choices, plans[:most], refused, len(plans))
 
 
 def _own_plan(
@@ -91,37 +76,6 @@ def _own_plan(
     if isinstance(found, Refused):
         raise InputError(f"the layout is not possible: {found.reason}")
     return found
-
-
-def in_layout(config: Config, layout: Layout) -> Config:
-    """The configuration with the sizes of `layout`, which another configuration has.
-
-    The number of virtual stages is the same, not the number of layers of each.
-    """
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=layout.tp,
-        context_parallel_size=layout.cp,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pp,
-        num_layers_per_virtual_pipeline_stage=(
-            None if layout.virtual == 1 else config.model.num_layers // layout.pp // layout.virtual
-        ),
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        use_distributed_optimizer=layout.distributed_optimizer,
-        overlap_grad_reduce=layout.overlap_grad_reduce,
-        overlap_param_gather=layout.overlap_param_gather,
-        ddp_bucket_size=layout.bucket_size,
-    )
-    training = replace(
-        config.training,
-        micro_batch_size=layout.micro_batch,
-        global_batch_size=layout.global_batch,
-        recompute_granularity=layout.recompute_granularity,
-        recompute_modules=layout.recompute_modules or None,
-    )
-    return replace(config, parallel=parallel, training=training)
 
 
 def listing_table(listing: Listing) -> str:
@@ -136,10 +90,8 @@ def _lines(listing: Listing) -> Iterator[str]:
         f"{training.seq_length} tokens a step\n"
     )
     if plans:
-        yield TABLE_HEADER + ("" if listing.beside[0] is None else TABLE_HEADER_BESIDE)
-    for plan, other in zip(plans, listing.beside, strict=True):
-        yield _row(plan) + _beside(plan, other)
-    if plans:
+        yield TABLE_HEADER
+        yield from map(_row, plans)
         yield "\nthe first, share of the step: " + _shares(plans[0])
     yield f"\n{listing.fitting} of {listing.fitting + len(listing.refused)} layouts fit"
     for kind, (count, reason) in reasons(listing.refused).items():
@@ -169,16 +121,6 @@ def _row(plan: Plan) -> str:
     )
 
 
-def _beside(plan: Plan, other: Plan | Refused | None) -> str:
-    if other is None:
-        return ""
-    if isinstance(other, Refused):
-        return f"   {other.reason}"
-    speed = other.time.tokens_per_gpu
-    share = plan.time.tokens_per_gpu / speed - 1
-    return f"   {speed:12,.0f} ({share:+.1%}){other.memory.total / GIB:7.1f}"
-
-
 def _shares(plan: Plan) -> str:
     parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in parts)
@@ -202,22 +144,24 @@ def listing_json(listing: Listing) -> dict[str, Any]:
     config, cluster = listing.config, listing.cluster
     return {
         "cluster": asdict(cluster) | {"gpus": cluster.ranks},
-        "plans": [
-            _plan(listing, plan) | ({} if other is None else {"beside": _beside_json(other)})
-            for plan, other in zip(listing.plans, listing.beside, strict=True)
-        ],
+        "plans": [_plan(listing, plan) for plan in listing.plans],
         "refused": [asdict(each) for each in listing.refused],
         "experts_per_token": mean_of(config, listing.mean_choices),
     }
 
 
 def _plan(listing: Listing, plan: Plan) -> dict[str, Any]:
-    config, cluster = in_layout(listing.config, plan.layout), listing.cluster
-    model = model_of(config, vocabulary_of(config), cluster.ranks, listing.mean_choices)
-    return _summary(plan) | {
+    model, layout = plan.model, plan.layout
+    return {
+        "layout": asdict(layout) | {"dp": layout.dp, "edp": layout.edp},
+        "memory": asdict(plan.memory) | {"total": plan.memory.total, "stage": plan.stage},
+        "seconds": plan.time.seconds,
+        "seconds_by_part": plan.time.parts,
+        "tokens_per_second_and_gpu": plan.time.tokens_per_gpu,
+        "model_tflops_per_gpu": plan.time.flops_per_gpu / 1e12,
         "stages": [_stage(model, stage) for stage in range(plan.layout.pp)],
         "messages": [
-            asdict(each) | {"wire": asdict(each.wire(cluster.node.gpus))}
+            asdict(each) | {"wire": asdict(each.wire(listing.cluster.node.gpus))}
             for each in messages_of_stage(model, plan.stage)
         ],
     }
@@ -229,18 +173,3 @@ def _stage(model: Model, stage: int) -> dict[str, Any]:
     kept = {"experts" if moe else "dense": each.kept for moe, each in parts.layers.items()}
     kept |= {"embedding": parts.embedding.kept, "head": parts.head.kept}
     return asdict(memory) | {"kept_by_a_layer_or_part": kept}
-
-
-def _summary(plan: Plan) -> dict[str, Any]:
-    return {
-        "layout": asdict(plan.layout) | {"dp": plan.layout.dp, "edp": plan.layout.edp},
-        "memory": asdict(plan.memory) | {"total": plan.memory.total, "stage": plan.stage},
-        "seconds": plan.time.seconds,
-        "seconds_by_part": plan.time.parts,
-        "tokens_per_second_and_gpu": plan.time.tokens_per_gpu,
-        "model_tflops_per_gpu": plan.time.flops_per_gpu / 1e12,
-    }
-
-
-def _beside_json(other: Plan | Refused) -> dict[str, Any]:
-    return asdict(other) if isinstance(other, Refused) else _summary(other)

@@ -27,6 +27,7 @@ LEAST_SHARE = 4096
 class Plan:
     """A layout that fits."""
 
+    model: Model
     layout: Layout
     memory: Memory  # of the stage that needs most
     stage: int
@@ -124,7 +125,7 @@ def plan_layout(
         return Refused(layout, "more memory than a GPU has", reason)
     vocabulary, mean = config.padded_vocab_size(vocab_size), mean_of(config, mean_choices)
     time = step_time(model, cluster, vocabulary, mean)
-    return Plan(layout, memories[stage], stage, time)
+    return Plan(model, layout, memories[stage], stage, time)
 
 
 def search(
@@ -139,7 +140,6 @@ def search(
     Recomputation is tried where the same sizes do not fit without it. The arguments are those of
     `plan_layout`.
     """
-    plannable(config, mean_choices)
     plans, refused = [], []
     fits: set[Layout] = set()
     for candidate in layouts(config, cluster):

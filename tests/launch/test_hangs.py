@@ -99,12 +99,6 @@ def test_torchrun(tmp_path, data):
         assert "exitcode  : 76" in job.output
 
 
-def test_one_process(tmp_path, data):
-    with Program(tmp_path, 1, _run(tmp_path, data), {"DISTURB": "save 0"}, SCRIPT) as job:
-        assert job.finish(SECONDS) == 76
-        assert "error: rank 0 on " in _one_error(job.output)
-
-
 def test_a_stopped_task_that_serves_the_store(tmp_path, data):
     """Nobody can be asked any more: the other task ends by itself."""
     port = free_port()

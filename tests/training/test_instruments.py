@@ -3,7 +3,6 @@
 import gzip
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +12,13 @@ import torch
 from torch import distributed as dist
 from torch.autograd import DeviceType
 
-from moe_parallel.config import LoggingConfig, make_config
+from moe_parallel.config import make_config
 from moe_parallel.model import forward
 from moe_parallel.model.flops import token_flops
 from moe_parallel.telemetry.metrics import read_metrics
 from moe_parallel.telemetry.progress import Clock
 from moe_parallel.training import instruments as instruments_module
-from moe_parallel.training.instruments import (
-    Profile,
-    peak_tflops,
-    summarize,
-)
+from moe_parallel.training.instruments import peak_tflops, summarize
 from tests.data.small_text import small_bpe
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
@@ -139,7 +134,7 @@ def slow_host(tmp_path_factory):
 
 @pytest.mark.full
 def test_a_slow_host_is_named(slow_host):
-    records, _ = slow_host
+    records, printed = slow_host
     for record in records:
         ranks = record["ranks"]
         slowest = ranks["slowest"]
@@ -148,11 +143,6 @@ def test_a_slow_host_is_named(slow_host):
         # The other rank waits for it in a collective.
         assert ranks["dispatch_seconds"] == [MICRO_BATCHES * (OWN_OF_SLOW - OWN), 0]
         assert sum(ranks["rows"]) == TOKENS * CHOICES * LAYERS
-
-
-@pytest.mark.full
-def test_it_is_told_in_one_line(slow_host):
-    _, printed = slow_host
     (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
     assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
 
@@ -173,31 +163,15 @@ def event(
     )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with a run that is profiled, one that is not, and one that ends meanwhile."""
-    folder = tmp_path_factory.mktemp("profile")
-    common = SMALL | small_data(folder) | SHORT
-    cases = {"profiled": STEPS, "plain": {}, "left": STEPS | {"exit_interval": 2}}
-    run_distributed(
-        1,
-        pretrain_here,
-        *[[common | case | {"save": folder / name} for name, case in cases.items()]],
-    )
-    return folder
-
-
-def _steps_in(run, first=2):
-    """The number of steps that the trace shows: each calls the optimizer once."""
-    with gzip.open(run / "profile" / f"iter_{first:07d}_rank0.json.gz") as trace:
-        names = [each.get("name", "") for each in json.load(trace)["traceEvents"]]
-    return sum(name.startswith("Optimizer.step") for name in names)
-
-
 @pytest.mark.full
-def test_the_chosen_steps_are_recorded(runs):
-    assert _steps_in(runs / "profiled") == 2
-    text = (runs / "profiled" / "profile" / "iter_0000002_rank0.txt").read_text()
+def test_the_chosen_steps_are_recorded(tmp_path: Path) -> None:
+    options = SMALL | small_data(tmp_path) | SHORT | STEPS | {"save": tmp_path / "run"}
+    run_distributed(1, pretrain_here, [options])
+    profile = tmp_path / "run" / "profile" / "iter_0000002_rank0"
+    with gzip.open(f"{profile}.json.gz") as trace:
+        names = [each.get("name", "") for each in json.load(trace)["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2  # once in a step
+    text = Path(f"{profile}.txt").read_text()
     assert text.startswith("profile of 2 steps: ") and "aten::mm" in text
 
 
@@ -217,20 +191,3 @@ def test_what_the_device_and_the_host_did():
         "profile of 2 steps: 10.0 ms a step; the device works 2.0 ms of them (20%); "
         "kernels and copies a step: 1; the host waits 0.5 ms in 1 calls"
     )
-
-
-def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capfd):
-    (tmp_path / "profile").write_text("a file, where the folder should be")
-    logging = LoggingConfig(profile=True, profile_step_start=1, profile_step_end=2)
-    for rank in (0, 1):
-        config = SimpleNamespace(
-            logging=replace(logging, profile_ranks=(rank,)),
-            checkpoint=SimpleNamespace(save=str(tmp_path)),
-        )
-        profile = Profile(config, rank)
-        profile.begin_step(1)
-        note = profile.end_step(1, is_last=False)
-        assert note is not None and note.startswith("warning: the profile was not written to ")
-        assert profile.finish() is None
-        printed = capfd.readouterr().err  # of rank 0 the run prints the note
-        assert (note in printed) == (rank == 1)

@@ -48,10 +48,6 @@ def test_all_samples_are_counted():
     assert token_counts(SAMPLES, vocab_size=5) == [3, 4, 3, 2, 0]
 
 
-def test_beyond_the_limit_samples_are_left_out_evenly():
-    assert token_counts(SAMPLES, vocab_size=5, limit=6) == [1, 2, 3, 0, 0]
-
-
 def other_bpe() -> FastTokenizer:
     """A tokenizer with as many tokens as small_bpe, but different ones."""
     other = train_byte_bpe([words(400, seed)[::-1] for seed in range(4)], 300)

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_parallel.analysis.study.contenders import SYSTEMS, SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import Cell, StudyFolder
-from moe_parallel.config import read_yaml
 from tests.program import SMALL, flags, small_data
 from tests.tools.study.fake_runs import ROOT, TOOL, FakeRuns, compare, finish
 
@@ -63,19 +61,6 @@ def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
     page = (tmp_path / "study" / "table.md").read_text()
     assert [f"| {name} | 4.0" in page for name in ("topk", "aoe", "dense")] == [True] * 3
     assert "Not finished" not in page and "over 1 to 2 seeds (" in page
-
-
-def test_seeds_by_contender(tool, tmp_path, capsys):
-    design = {"selections": ["topk", "aoe", "dense"], "seeds": {"default": 1, "topk": 3, "aoe": 2}}
-    runs = FakeRuns(finish)
-    assert compare(tool, tmp_path, runs, study=design) == 0
-    assert runs.ran == [
-        ("topk", 7), ("aoe", 7), ("dense", 7), ("topk", 8), ("aoe", 8), ("topk", 9)
-    ]  # fmt: skip
-    more = FakeRuns(finish)
-    line = ("--selections", "topk,dense", "--seeds", "2")
-    assert compare(tool, tmp_path, more, *line, study=design) == 0
-    assert more.ran == [("dense", 8)]
 
 
 def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
@@ -169,19 +154,6 @@ def test_wrong_input_is_one_line_and_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("compare_selection.py: ") and message in line
     assert runs.ran == []
-
-
-def test_the_example_takes_every_system(tool):
-    """Totals are counted by hand: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
-    file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
-    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file)}
-    for contender in chosen.values():
-        tool.check_trainable(contender, 1)
-    assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}
-    d, ffn, low, wide = 128, 256, 32, chosen["aoe"].config.expert_width
-    swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide
-    assert abs(8 * autonomous / (8 * swiglu + 8 * d) - 1) < 0.01
-    assert chosen["dense"].config.model.ffn_hidden_size == 2 * ffn
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

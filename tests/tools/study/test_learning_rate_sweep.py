@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
-from moe_parallel.analysis.study.design import StudyDesign
-from moe_parallel.analysis.study.folder import Cell, StudyFolder, grid_of
-from moe_parallel.config import read_yaml
-from tests.tools.study.fake_runs import ROOT, FakeRuns, compare, evaluation, finish, write
+from moe_parallel.analysis.study.folder import Cell, StudyFolder
+from tests.tools.study.fake_runs import FakeRuns, compare, evaluation, finish, write
 
 SECTION = {"selections": ["topk", "aoe"], "seeds": 2, "lr-grid": ["1/3", 1, 3], "pilot-seed": 99}
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "min_lr": 3e-4, "study": SECTION}
@@ -213,19 +210,3 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
     line = ["--stage", "grid", "--part", "0/2"]
     seen = FakeRuns(lambda cell, stop: second(cell, stop) if cell.lr == 0.001 else by_rate(cell))
     assert compare(tool, tmp_path, seen, *line, **OPTIONS) == 1
-
-
-def test_the_study_that_was_run_is_valid_and_sees_eight_tokens_a_parameter(tool):
-    """Parameters of topk: the embedding; per layer two norms, attention, router and experts."""
-    raw = read_yaml(ROOT / "examples" / "studies" / "selections_short.yaml")
-    design = StudyDesign.from_raw(raw.pop("study"))
-    chosen = choose_contenders(design.selections, SharedFile.from_raw(raw))
-    for contender in chosen:
-        tool.check_trainable(contender, 1)
-        grid_of(contender, design.lr_grid)
-    d, config = 64, chosen[0].config
-    experts = config.num_experts * 3 * d * config.expert_width
-    layer = 2 * d + d * (d + 2 * d // 2) + d * d + config.num_experts * d + experts
-    assert config.data.vocab_size * d + 2 * layer + d == 312_640
-    tokens = config.training.train_iters * 16 * 256
-    assert 8 * 312_640 <= tokens < 8.05 * 312_640

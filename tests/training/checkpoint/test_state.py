@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.config import make_config, validate
 from moe_parallel.errors import InputError
-from moe_parallel.training.standalone import on_one_process
 from tests.distributed import run_distributed
 from tests.experts import fp8_stand_in
 from tests.program import SMALL, pretrain_here, small_data
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
+from tests.training.tiny_run import AOE, Layout, TinyRun
 
 ONE_STEP = {"train_iters": 4, "exit_interval": 1}
 BIAS = {"moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0}
@@ -39,13 +37,6 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
         "sign",
     ),
     (TOP_P, {"moe_top_p_target_experts": 2}, "--moe-top-p-target-experts", "None", "2.0"),
-    (
-        {},
-        {"moe_router_load_balancing_type": "global_aux_loss"},
-        "--moe-router-load-balancing-type",
-        "aux_loss",
-        "global_aux_loss",
-    ),
 ]
 
 
@@ -74,14 +65,6 @@ def test_the_option_is_named(tmp_path: Path) -> None:
         assert message.startswith(start), message
         assert message.endswith("; use the values of its config.yaml, or load another checkpoint")
         assert "\n" not in message
-
-
-@pytest.mark.full
-def test_a_kind_that_keeps_the_same_numbers_may_change(tmp_path: Path) -> None:
-    options = SMALL | small_data(tmp_path) | BIAS | ONE_STEP | {"save": tmp_path / "run"}
-    continued = {"moe_router_bias_update": "quantile", "load": tmp_path / "run"}
-    (ended,) = run_distributed(1, pretrain_here, [options, options | continued])
-    assert [code for code, _ in ended] == [0, 0]
 
 
 BF16 = {"bf16": True}
@@ -184,9 +167,3 @@ def _with_and_without_recomputation(path):
 
 def test_a_recomputed_layer_is_in_fp8_too(tmp_path):
     run_distributed(1, _with_and_without_recomputation, tmp_path)
-
-
-def test_a_probe_of_such_a_run_needs_no_fp8():
-    alone = on_one_process(make_config(TINY | DELAYED))
-    validate(alone, world_size=1)
-    assert alone.fp8.fp8_format is None
