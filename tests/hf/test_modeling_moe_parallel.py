@@ -161,21 +161,6 @@ def test_a_merge_of_each_segment(uniform):
 
 
 @torch.no_grad()
-def test_without_a_cache_segments_merge_and_no_later_one_counts():
-    model = build("merge", segment_length=4)
-    other = TOKENS.clone()
-    other[0, 5] = 1
-    ours, theirs = (model(tokens, use_cache=False).logits[0] for tokens in (TOKENS, other))
-    assert torch.equal(ours[:5], theirs[:5]) and not torch.equal(ours[6], theirs[6])
-    by_prompt = model(TOKENS, use_cache=True).logits[0]
-    assert not torch.allclose(ours, by_prompt)
-    text = model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, use_cache=False)
-    for place in range(TOKENS.shape[1], text.shape[1]):
-        logits = model(text[:, :place], use_cache=False).logits[0, -1]
-        assert text[0, place] == logits.argmax()
-
-
-@torch.no_grad()
 def test_the_kernels_of_transformers_compute_the_same():
     for variant in ("norms, folded", "top-p", "neurons", "free"):
         model = build(variant)
@@ -302,19 +287,3 @@ def test_an_export_chooses_as_the_run(options, bias):
     chosen = choices.experts_TK >= 0
     assert torch.equal(index.masked_fill(~chosen, -1), choices.experts_TK)
     torch.testing.assert_close(weights, choices.probs_TK.masked_fill(~chosen, 0))
-
-
-@pytest.mark.full
-def test_what_a_model_in_bf16_keeps_exact(tmp_path):
-    for variant, name, dtype in (
-        ("hash", "expert_table", torch.int64),
-        ("norms, free", "free_scores", torch.float32),
-        ("norms, free", "expert_bias", torch.float32),
-    ):
-        model = build(variant)
-        model.save_pretrained(tmp_path / name)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
-        kept = getattr(loaded.model.layers[0].mlp.gate, name)
-        assert loaded.dtype == torch.bfloat16 and kept.dtype == dtype
-        assert torch.equal(kept, getattr(model.model.layers[0].mlp.gate, name))
-        assert loaded(TOKENS).logits.isfinite().all()
