@@ -143,10 +143,7 @@ def test_a_null_tokenizer_refuses_what_is_no_token(word: str) -> None:
     ],
 )
 def test_a_wrong_choice_is_told_in_one_line(
-    arguments: tuple[str, str | None],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, str | None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message) as caught:

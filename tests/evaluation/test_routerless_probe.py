@@ -58,11 +58,7 @@ def activation(node: str, x_D: Array, w_g: Array, w_p: Array, w_o: Array) -> Arr
 
 def norm_of(name: str, values_X: Array) -> float:
     sizes = [abs(float(value)) for value in values_X]
-    return {
-        "L1": sum(sizes),
-        "L2": sum(size**2 for size in sizes) ** 0.5,
-        "Linf": max(sizes),
-    }[name]
+    return {"L1": sum(sizes), "L2": sum(size**2 for size in sizes) ** 0.5, "Linf": max(sizes)}[name]
 
 
 def expected(

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import moe_parallel.hf as hf
 from moe_parallel.config import make_config
@@ -73,12 +67,7 @@ VARIANTS = {
         "constant_experts": 1,
         "zero_expert_gate": "renormalize",
     },
-    "norms, free": {
-        "scores": "norms",
-        "low_rank_size": 6,
-        "copy_experts": 2,
-        "expert_bias": True,
-    },
+    "norms, free": {"scores": "norms", "low_rank_size": 6, "copy_experts": 2, "expert_bias": True},
 }
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 
@@ -97,8 +86,7 @@ def build(variant: str, **more: object) -> hf.MoeParallelForCausalLM:
 
 
 @pytest.mark.parametrize(
-    "variant",
-    rest_in_full(VARIANTS, "norms", "merge", "relu", "hash", "neurons", "free"),
+    "variant", rest_in_full(VARIANTS, "norms", "merge", "relu", "hash", "neurons", "free")
 )
 @torch.no_grad()
 def test_a_cache_gives_what_one_pass_gives(variant):

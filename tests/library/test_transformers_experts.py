@@ -103,11 +103,7 @@ def test_choices_of_other_ranks(family: str) -> None:
     chosen, probs = choices()
     elsewhere = torch.rand(T, K) < 0.4
     elsewhere[3] = True
-    inputs = (
-        torch.randn(T, D),
-        chosen.masked_fill(elsewhere, E),
-        probs.masked_fill(elsewhere, 0),
-    )
+    inputs = (torch.randn(T, D), chosen.masked_fill(elsewhere, E), probs.masked_fill(elsewhere, 0))
     found = passes(experts, OURS, *inputs)
     assert_equal(found, passes(experts, "grouped_mm", *inputs))
     assert not found[0][3].any()

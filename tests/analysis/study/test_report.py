@@ -16,13 +16,7 @@ from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
 
-KINDS = {
-    "topk": "fixed",
-    "aoe": "norms",
-    "top_p": "dynamic",
-    "lory": "merged",
-    "dense": "dense",
-}
+KINDS = {"topk": "fixed", "aoe": "norms", "top_p": "dynamic", "lory": "merged", "dense": "dense"}
 
 
 def short_run(loss: float, speed: float, tokens: int = 40 * TOKENS, dropped: int = 0):
