@@ -59,10 +59,7 @@ def norms(x_TD: torch.Tensor, columns_EDR: torch.Tensor) -> torch.Tensor:
 
 
 def factorize(
-    w_EDF: torch.Tensor,
-    rank: int,
-    root_DD: torch.Tensor,
-    leading_EDJ: torch.Tensor | None = None,
+    w_EDF: torch.Tensor, rank: int, root_DD: torch.Tensor, leading_EDJ: torch.Tensor | None = None
 ) -> tuple[Factors, torch.Tensor]:
     """The best product of rank R for each expert: the truncated SVD, in a measure of x.
 

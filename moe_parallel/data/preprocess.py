@@ -12,13 +12,7 @@ import numpy as np
 
 from moe_parallel.config.message import counted
 from moe_parallel.data.atomic_files import staging, uninterrupted
-from moe_parallel.data.indexed import (
-    IndexedWriter,
-    ShowProgress,
-    check_new,
-    id_type,
-    move_indexed,
-)
+from moe_parallel.data.indexed import IndexedWriter, ShowProgress, check_new, id_type, move_indexed
 from moe_parallel.data.text_files import Bad, Record, find_inputs, read_records
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError

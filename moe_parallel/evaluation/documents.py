@@ -56,11 +56,7 @@ class DomainLoss:
         """e to the loss per token, and the ends of its interval (twice the value: none)."""
         loss = self.nats_per_token
         margin = loss.margin or 0.0
-        return (
-            math.exp(loss.value),
-            math.exp(loss.value - margin),
-            math.exp(loss.value + margin),
-        )
+        return (math.exp(loss.value), math.exp(loss.value - margin), math.exp(loss.value + margin))
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:

@@ -119,10 +119,7 @@ def _domains(asked: Namespace, config: Config, tokenizer: Tokenizer) -> dict[str
 
 
 def _losses(
-    asked: Namespace,
-    model: ReadingModel,
-    tokenizer: Tokenizer,
-    domains: dict[str, list[list[int]]],
+    asked: Namespace, model: ReadingModel, tokenizer: Tokenizer, domains: dict[str, list[list[int]]]
 ) -> dict[str, DomainLoss]:
     length = model.config.training.seq_length
     stride = asked.stride or length

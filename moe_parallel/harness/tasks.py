@@ -54,10 +54,7 @@ PRESETS = {
     ),
     "dynamic-paper": Preset(
         "Huang et al. 2024, Harder Tasks Need More Experts, Table 1",
-        (
-            *_with(0, "piqa", "hellaswag", "arc_easy", "commonsense_qa"),
-            *_with(None, "bbh"),
-        ),
+        (*_with(0, "piqa", "hellaswag", "arc_easy", "commonsense_qa"), *_with(None, "bbh")),
         (
             "the paper evaluates with OpenCompass and gives no number of shots: here none, and for "
             "bbh the three worked examples of its own prompts",

@@ -223,13 +223,7 @@ FAMILIES: tuple[Family, ...] = (
         may_slide=True,
         experts=replace(_QWEN, default_number=60, shared=True),
     ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        qk_layernorm=True,
-        may_slide=True,
-        experts=_QWEN,
-    ),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_layernorm=True, may_slide=True, experts=_QWEN),
     Family(
         "olmoe",
         "OlmoeForCausalLM",

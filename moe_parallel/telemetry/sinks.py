@@ -21,13 +21,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 from moe_parallel.reading import read_word
 from moe_parallel.telemetry.console import PlainConsole, open_console
-from moe_parallel.telemetry.metrics import (
-    Journal,
-    MetricsLine,
-    MetricsWriter,
-    loss_names,
-    untimed,
-)
+from moe_parallel.telemetry.metrics import Journal, MetricsLine, MetricsWriter, loss_names, untimed
 from moe_parallel.telemetry.statistics import load_shares
 
 CONSOLE = "standard output"

@@ -32,21 +32,11 @@ def config_of(run: Path) -> Config:
 
 
 def convert_here(
-    load: Path,
-    save: Path,
-    to: str,
-    options: Options,
-    rank: int | None = None,
-    samples: int = 24,
+    load: Path, save: Path, to: str, options: Options, rank: int | None = None, samples: int = 24
 ) -> Conversion:
     """Convert on a world of one rank. `rank`: of W_g; None: copy the weights."""
     target = converted_config(config_of(load), to, str(save), flags(options))
     with groups_of_one() as groups:
         return convert(
-            standalone_config([], load=str(load)),
-            target,
-            groups,
-            rank,
-            samples,
-            lambda _: None,
+            standalone_config([], load=str(load)), target, groups, rank, samples, lambda _: None
         )

@@ -1,10 +1,8 @@
 """Whole runs in this process; the program's exits are in tests/tools."""
 
 import bz2
-import errno
 import gzip
 import json
-import os
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -154,21 +152,6 @@ def test_what_it_cannot_use_is_told(
     with pytest.raises(InputError, match=message):
         work(tmp_path, source, **changes)
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is full when the last file is flushed."""
-    source = write(tmp_path / "in.jsonl", *({"text": text, "b": "b"} for text in TEXTS))
-
-    def full(path: Path) -> None:
-        if path.name == "my_b_document.idx":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("moe_parallel.data.indexed.flush_to_disk", full)
-    message = r"out/my cannot be written \(No space left on device\): name a folder on a disk"
-    with pytest.raises(InputError, match=message):
-        work(tmp_path, source, json_keys=["text", "b"])
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:

@@ -6,12 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_parallel.data.sampler import (
-    batches,
-    evaluation_batches,
-    evaluation_sizes,
-    sample_count,
-)
+from moe_parallel.data.sampler import batches, evaluation_batches, evaluation_sizes, sample_count
 
 SEQUENCE = 3
 

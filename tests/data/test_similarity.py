@@ -90,15 +90,6 @@ def test_the_projection_keeps_the_cosines_of_tf_idf(
     assert np.array_equal(tf_idf(documents, 4096, 0, nothing), vectors)
 
 
-def test_tf_idf_by_hand(tmp_path: Path) -> None:
-    # Token 1 is in 2 of 3 documents, token 2 in all, token 3 in one. Weights of tokens 1, 2, 3:
-    # 1.17360, 0.28768, 0; 0, 0.28768, 1.38629; 0.69315, 0.28768, 0; so the cosines are
-    # 0.28768^2 / (1.20835 * 1.41583), (1.17360 * 0.69315 + 0.28768^2) / (1.20835 * 0.75048), ...
-    vectors = tf_idf(corpus(tmp_path, [[1, 1, 2], [2, 3], [2, 1]]), 2**17, 0, nothing)
-    expected = [[1, 0.04837, 0.98831], [0.04837, 1, 0.07789], [0.98831, 0.07789, 1]]
-    assert vectors @ vectors.T == pytest.approx(np.array(expected), abs=0.01)
-
-
 def unit(rows: np.ndarray) -> np.ndarray:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 

@@ -143,10 +143,7 @@ def test_a_null_tokenizer_refuses_what_is_no_token(word: str) -> None:
     ],
 )
 def test_a_wrong_choice_is_told_in_one_line(
-    arguments: tuple[str, str | None],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, str | None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message) as caught:
@@ -199,81 +196,70 @@ def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes)
         (tmp_path / name).write_bytes(whole)
 
 
-def huge_id(rules: dict[str, Any]) -> None:
-    rules["model"]["vocab"]["a"] = 10**9
+Change = Callable[[dict[str, Any]], object]  # of the content of tokenizer.json
+
+#: Takes 2^40 steps, of which the library tries some, for the text of the test.
+ENDLESS = {
+    "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+}  # fmt: skip
+#: The library panics while it opens the file.
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AQ=="}
+NO_UNKNOWN = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"<|endoftext|>": 0}}
 
 
-def endless_expression(rules: dict[str, Any]) -> None:
-    """Takes 2^40 steps, of which the library tries some, for the text of the test."""
-    rules["pre_tokenizer"] = {
-        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
-    }  # fmt: skip
-
-
-def short_charsmap(rules: dict[str, Any]) -> None:
-    """The library panics while it opens the file."""
-    rules["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AQ=="}
-
-
-def no_unknown(rules: dict[str, Any]) -> None:
-    vocabulary = {"<|endoftext|>": 0}
-    rules["model"] = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": vocabulary}
+def saved_with(change: Change, folder: Path) -> None:
+    small_bpe().save(folder)
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    change(rules)
+    _json(folder, "tokenizer.json", rules)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (huge_id, "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most"),
-        (endless_expression, "--tokenizer-model: the tokenizer gives up on a text .*: repair"),
-        (short_charsmap, "tokenizer.json is not a tokenizer.json .*Cannot parse precompiled"),
-        (no_unknown, "--tokenizer-model: the tokenizer gives up on a text .*Missing .UNK. .*"),
+        (
+            lambda rules: rules["model"]["vocab"].update(a=10**9),
+            "tokenizer.json is not a .* .its token 1000000000 is above 16777215, the most",
+        ),
+        (
+            lambda rules: rules.update(pre_tokenizer=ENDLESS),
+            "--tokenizer-model: the tokenizer gives up on a text .*: repair",
+        ),
+        (
+            lambda rules: rules.update(normalizer=CHARSMAP),
+            "tokenizer.json is not a tokenizer.json .*Cannot parse precompiled",
+        ),
+        (
+            lambda rules: rules.update(model=NO_UNKNOWN),
+            "--tokenizer-model: the tokenizer gives up on a text .*Missing .UNK. .*",
+        ),
     ],
 )
-def test_rules_without_bounds_are_one_line(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    small_bpe().save(tmp_path)
-    rules = json.loads((tmp_path / "tokenizer.json").read_text())
-    change(rules)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+def test_rules_without_bounds_are_one_line(tmp_path: Path, change: Change, message: str) -> None:
+    saved_with(change, tmp_path)
     with pytest.raises(InputError, match=message) as told:
         load_tokenizer(tmp_path).tokenize_all(["a" * 40 + "b"])
     assert "\n" not in str(told.value)
 
 
-def options_off(rules: dict[str, Any]) -> None:
-    """The file of a library that has an additional option."""
-    rules["model"]["another_option"] = False
-    rules["model"].pop("fuse_unk")
-
-
-def swapped(rules: dict[str, Any]) -> None:
-    """Two tokens of the same length, with exchanged ids."""
+def swap(rules: dict[str, Any]) -> None:
+    """Exchange the ids of two tokens of the same length."""
     vocabulary = rules["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
-def without_a_merge(rules: dict[str, Any]) -> None:
-    rules["model"]["merges"].pop()
-
-
-def other_splitting(rules: dict[str, Any]) -> None:
-    rules["pre_tokenizer"]["use_regex"] = False
-
-
 @pytest.mark.parametrize(
     ("change", "same"),
-    [(options_off, True), (swapped, False), (without_a_merge, False), (other_splitting, False)],
+    [
+        (lambda rules: rules["model"].update(another_option=False), True),  # of a newer library
+        (swap, False),
+        (lambda rules: rules["model"]["merges"].pop(), False),
+        (lambda rules: rules["pre_tokenizer"].update(use_regex=False), False),
+    ],
 )
-def test_the_fingerprint_is_of_what_makes_ids(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], same: bool
-) -> None:
-    bpe = small_bpe()
-    bpe.save(tmp_path)
-    rules = json.loads((tmp_path / "tokenizer.json").read_text())
-    change(rules)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
-    assert (load_tokenizer(tmp_path).fingerprint == bpe.fingerprint) is same
+def test_the_fingerprint_is_of_what_makes_ids(tmp_path: Path, change: Change, same: bool) -> None:
+    saved_with(change, tmp_path)
+    assert (load_tokenizer(tmp_path).fingerprint == small_bpe().fingerprint) is same
 
 
 CONFIG = "tokenizer_config.json"

@@ -10,11 +10,7 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation.causality import (
-    Influence,
-    logits_of_gpt,
-    measure_influence,
-)
+from moe_parallel.evaluation.causality import Influence, logits_of_gpt, measure_influence
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests import systems

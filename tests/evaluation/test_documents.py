@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_parallel.evaluation.documents import (
-    evaluate_documents,
-    ratio,
-    windows,
-)
+from moe_parallel.evaluation.documents import evaluate_documents, ratio, windows
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
 from tests.evaluation.reading import VOCABULARY, small_model

@@ -58,11 +58,7 @@ def activation(node: str, x_D: Array, w_g: Array, w_p: Array, w_o: Array) -> Arr
 
 def norm_of(name: str, values_X: Array) -> float:
     sizes = [abs(float(value)) for value in values_X]
-    return {
-        "L1": sum(sizes),
-        "L2": sum(size**2 for size in sizes) ** 0.5,
-        "Linf": max(sizes),
-    }[name]
+    return {"L1": sum(sizes), "L2": sum(size**2 for size in sizes) ** 0.5, "Linf": max(sizes)}[name]
 
 
 def expected(
@@ -104,30 +100,23 @@ def test_the_greatest_activations_compute(node: str, norm: str, gate: str) -> No
     assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)  # norms and probs are fp32
 
 
-@pytest.mark.parametrize("node", PROBE_NODES)
-def test_a_factorized_gate_is_multiplied_out(node: str) -> None:
-    rng = numpy.random.default_rng(3)
-    e, d, w, r = EXPERTS, WIDTH, EXPERT_WIDTH, 2
-    given = {
-        "x": rng.normal(size=(4, 2, d)),
-        "w_router_ED": rng.normal(size=(e, d)),
-        "w_down_EDR": rng.normal(size=(e, d, r)),
-        "experts.w_up_LRW": rng.normal(size=(e, r, w)),
-        "experts.w_p_LDW": rng.normal(size=(e, d, w)),
-        "experts.w_out_LWD": rng.normal(size=(e, w, d)),
+def test_a_factorized_gate_is_multiplied_out() -> None:
+    shapes = {
+        "x": (4, 2, WIDTH),
+        "w_router_ED": (EXPERTS, WIDTH),
+        "w_down_EDR": (EXPERTS, WIDTH, 2),
+        "experts.w_up_LRW": (EXPERTS, 2, EXPERT_WIDTH),
+        "experts.w_p_LDW": (EXPERTS, WIDTH, EXPERT_WIDTH),
+        "experts.w_out_LWD": (EXPERTS, EXPERT_WIDTH, WIDTH),
     }
-    matrices = [
-        (
-            given["w_down_EDR"][i] @ given["experts.w_up_LRW"][i],
-            given["experts.w_p_LDW"][i],
-            given["experts.w_out_LWD"][i],
-        )
-        for i in range(e)
-    ]
+    rng = numpy.random.default_rng(3)
+    given = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    x, _, w_down, w_up, w_p, w_out = given.values()
     model = nn.Sequential(layer_of(FACTORIZED, given))
-    with probing(model, probe_named(node, "L2", "softmax")):
-        found = output(model[0], given["x"])
-    oracle = expected(matrices, given["x"], node, "L2", "softmax", K)
+    with probing(model, probe_named("x W_g", "L2", "softmax")):
+        found = output(model[0], x)
+    matrices = list(zip(w_down @ w_up, w_p, w_out, strict=True))
+    oracle = expected(matrices, x, "x W_g", "L2", "softmax", K)
     assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)
 
 

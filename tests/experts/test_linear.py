@@ -106,21 +106,3 @@ def test_main_gradients_are_sums_that_were_not_rounded(backend: str) -> None:
     ((main, was_added, exact),) = run_distributed(1, _summed, backend)
     assert was_added
     torch.testing.assert_close(main.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def _frozen() -> Any:
-    groups = initialize_groups(ParallelConfig())
-    layers = _build(linear_by(select_backend("reference")), _config(1), groups.tp)
-    layers.requires_grad_(False)
-    layers[0].add_to_main_gradients()  # not used by a weight without a gradient
-    x = torch.randn(S, B, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    layers[0](x)[0].sum().backward()
-    exact = layers[0].weight.sum(0).expand(S, B, D)
-    destroy_groups()
-    return x.grad, exact.clone(), layers[0].weight.grad
-
-
-def test_a_frozen_weight_has_no_gradient() -> None:
-    ((dx, exact, of_weight),) = run_distributed(1, _frozen)
-    assert of_weight is None
-    torch.testing.assert_close(dx, exact, rtol=1e-5, atol=1e-5)

@@ -22,11 +22,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
 
 
 def experts(
-    dtype: torch.dtype = torch.float64,
-    d: int = D,
-    f: int = F,
-    e: int = E,
-    backend: str = "auto",
+    dtype: torch.dtype = torch.float64, d: int = D, f: int = F, e: int = E, backend: str = "auto"
 ) -> MergedExperts:
     made = MergedExperts(e, d, f, groups_of_one(), select_backend(backend), dtype)
     with torch.no_grad():

@@ -15,7 +15,6 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
     ("of_run", "beginnings"),
     [
         ({"num_experts": None, "moe_ffn_hidden_size": None}, [PAST]),
-        (options("aoe"), [PAST]),
         (options("aoe_top_p") | {"moe_expert_capacity_factor": 1.5}, [PAST, "The run had a cap"]),
         (options("expert_choice"), ["In training each expert chose among all tokens of a micro-"]),
         (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
@@ -23,7 +22,6 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
             options("lory"),
             [PROMPT, "The run's evaluations merge the experts anew for each segment, as"],
         ),
-        (options("lory") | {"lory_inference": "prompt"}, [PROMPT]),
         (options("lory, uniform first segment") | {"lory_inference": "prompt"}, [PROMPT]),
         (
             options("lory_prefix"),

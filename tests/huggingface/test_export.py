@@ -20,14 +20,7 @@ from transformers import (
 
 import moe_parallel.hf as hf
 from tests.distributed import run_distributed
-from tests.huggingface.exporting import (
-    PROMPT,
-    STEPS,
-    STRONG,
-    export_run,
-    save_runs,
-    train_in_bf16,
-)
+from tests.huggingface.exporting import PROMPT, STEPS, STRONG, export_run, save_runs, train_in_bf16
 from tests.program import SMALL, small_data
 from tests.systems import options
 from tests.tiers import rest_in_full, selected_values

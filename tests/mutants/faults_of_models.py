@@ -113,7 +113,7 @@ FAULTS_OF_MODELS = [
         f"{HUGGINGFACE}/own_model.py",
         '"norm_topk_prob": normalized',
         '"norm_topk_prob": normalized and scoring != "sigmoid"',
-        ("tests/huggingface/test_own_model.py", "tests/huggingface/test_export.py"),
+        ("tests/huggingface/test_export.py",),
     ),
     Fault(
         "an export adds Routing-Free's biases to its norms",

@@ -10,12 +10,7 @@ from torch import Tensor
 NOT_CHOSEN = -1
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Relative to float64 on the same inputs, in units of the largest value.
-ROUNDING = {
-    torch.float64: 1e-13,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2.5e-3,
-}
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
 @dataclass(frozen=True)

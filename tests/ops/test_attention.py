@@ -5,13 +5,7 @@ import pytest
 import torch
 
 from moe_parallel.ops.causal_attention import serves
-from tests.ops.cases import (
-    LAYOUTS,
-    assert_close,
-    float64,
-    gradients,
-    random_tensor,
-)
+from tests.ops.cases import LAYOUTS, assert_close, float64, gradients, random_tensor
 from tests.oracles.ops import attention, attention_gradient
 from tests.tiers import rest_in_full
 

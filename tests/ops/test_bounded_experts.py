@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from moe_parallel.ops import Ops, extension, select_backend
-from moe_parallel.ops.bounded_experts import (
-    experts_of_choices,
-    tokens_of_parts,
-    within_budget,
-)
+from moe_parallel.ops.bounded_experts import experts_of_choices, tokens_of_parts, within_budget
 from tests.ops.cases import BY_NAME, Routing
 from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting, cases
 from tools.bench.measurement import BenchContender, peak_bytes, saved_bytes

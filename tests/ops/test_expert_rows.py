@@ -257,23 +257,6 @@ def test_in_16_bits_at_most_four_parts_round_the_gradient_of_an_expert(native):
     assert not bool(w_out.grad[1:].any())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "with norms"])
-def test_traces_as_one_graph(native, device, kind):
-    setting = Setting(ROUTINGS[0], torch.float32, device)
-    compiled = torch.compile(
-        lambda *inputs: setting.compute(native, kind, *inputs, all_chosen=True),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    y, expected = compiled(*setting.inputs(kind)), setting.compute(native, kind)
-    assert torch.equal(y, expected)
-    found = gradients(y, setting.dy, *setting.inputs(kind))
-    for actual, wanted in zip(
-        found, gradients(expected, setting.dy, *setting.inputs(kind)), strict=True
-    ):
-        assert torch.equal(actual, wanted)
-
-
 def test_what_is_saved(native):
     """x, the input of SwiGLU, the row map; for AoE P and C instead, and G on request."""
     setting = Setting(BY_NAME["many_tokens"], torch.float32, "cpu")
@@ -297,17 +280,6 @@ def test_what_is_saved(native):
     assert sizes["autonomous, gate kept"] == row_map + 4 * rows * (F + R + F)
     assert sizes["handed on"] == row_map + 4 * rows * F
     assert sizes["with norms"] == row_map + 4 * rows * (F + R + 2)  # C, the norms and the probs too
-
-
-def test_one_choice_has_no_gradient_through_its_norm(ops, device):
-    """The softmax over one norm is the constant 1, so only the experts teach W_down."""
-    setting = Setting(BY_NAME["all_to_one"], torch.float64, device)
-    with torch.no_grad():
-        setting.probs.fill_(1)
-    of_norms = setting.passes(ops, "with norms")
-    y, dx, _, *others = setting.passes(ops, "autonomous")
-    for actual, wanted in zip(of_norms, (y, dx, *others), strict=True):
-        assert_close(actual, float64(wanted), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -40,14 +40,3 @@ def test_nothing_is_kept_but_x_and_the_weight(device, layer, columns):
     with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         layer(x, weight)
     assert kept == [x.data_ptr(), weight.data_ptr()]
-
-
-def test_one_column_has_the_same_bits_wherever_x_is():
-    memory = torch.zeros(40 * 48 + 16)
-    values = random_tensor(40, 48, dtype=torch.float32, device="cpu", seed=0)
-    weight = random_tensor(1, 48, dtype=torch.float32, device="cpu", seed=1)
-    results = []
-    for start in range(16):
-        x = memory[start : start + values.numel()].view(40, 48)
-        results.append(fp32_dot(x.copy_(values), weight))
-    assert all(torch.equal(result, results[0]) for result in results)

@@ -2,12 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import (
-    assert_close,
-    float64,
-    gradients,
-    random_tensor,
-)
+from tests.ops.cases import assert_close, float64, gradients, random_tensor
 from tests.oracles import ops as oracle
 
 pytestmark = pytest.mark.covering

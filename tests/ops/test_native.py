@@ -98,10 +98,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
 
 def _of_attention(q: torch.Tensor, k: torch.Tensor, logsumexp: torch.Tensor) -> dict[str, tuple]:
     v, out = k.detach().clone().requires_grad_(), q.detach().clone().requires_grad_()
-    return {
-        "attention": (q, k, v, 0.5),
-        "attention_backward": (out, q, k, v, out, logsumexp, 0.5),
-    }
+    return {"attention": (q, k, v, 0.5), "attention_backward": (out, q, k, v, out, logsumexp, 0.5)}
 
 
 def _of_rotation(q: torch.Tensor, qkv: torch.Tensor, angles: torch.Tensor) -> dict[str, tuple]:
@@ -146,12 +143,7 @@ def _detached(argument: Any) -> Any:
 
 
 # On a GPU torch's own operators compute these.
-ON_CPUS_ONLY = (
-    "attention",
-    "attention_backward",
-    "rms_norm",
-    "rms_norm_backward",
-)
+ON_CPUS_ONLY = ("attention", "attention_backward", "rms_norm", "rms_norm_backward")
 OPERATORS = tuple(arguments(torch.float32, "cpu"))
 ON_GPUS = [name for name in OPERATORS if name not in ON_CPUS_ONLY]
 

@@ -2,14 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import (
-    DTYPES,
-    ROUNDING,
-    assert_close,
-    float64,
-    gradients,
-    random_tensor,
-)
+from tests.ops.cases import DTYPES, ROUNDING, assert_close, float64, gradients, random_tensor
 from tests.oracles import ops as oracle
 
 pytestmark = pytest.mark.covering
@@ -250,21 +243,3 @@ def test_what_is_saved(native, gradient):
     else:
         assert sizes["chosen"] == norms_and_experts  # the layer saves the C that it receives
         assert sizes["all"] == norms_and_experts + of_all
-
-
-@pytest.mark.parametrize("keep", ["nothing", "chosen"])
-@pytest.mark.parametrize("gradient", ["all", "chosen"])
-def test_traces_as_one_graph(native, device, gradient, keep):
-    x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float32, device)
-
-    def choose(x, w):
-        scores = native.norm_topk(x, w, 2, keep=keep, gradient=gradient)
-        return [tensor for tensor in (scores.norms_TE, scores.c_TKR) if tensor is not None]
-
-    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
-    expected = choose(x, w)
-    for actual, wanted in zip(compiled, expected, strict=True):
-        assert torch.equal(actual, wanted)
-    found = gradients(compiled[0], dnorms, x, w)
-    for actual, wanted in zip(found, gradients(expected[0], dnorms, x, w), strict=True):
-        assert torch.equal(actual, wanted)

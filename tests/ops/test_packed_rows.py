@@ -185,11 +185,3 @@ def test_a_gradient_in_other_memory_is_copied():
     assert torch.equal(dpacked[:, :WIDTH], torch.full((rows, WIDTH), 5.0))
     assert torch.equal(unpack_rows(dpacked, WIDTH, 4)[2], torch.zeros(rows, 4))
     assert (memory == 5).all()
-
-
-def test_widths(native):
-    assert packed_width(torch.empty(0, 512, dtype=torch.bfloat16), 1) == 520
-    assert packed_width(torch.empty(0, 508, dtype=torch.bfloat16), 1) == 512
-    assert packed_width(torch.empty(0, 512, dtype=torch.bfloat16), 8) == 512 + 24
-    assert packed_width(torch.empty(0, 512), 2) == 512 + 4
-    assert packed_width(torch.empty(0, 5, dtype=torch.float64), 2) == 8

@@ -2,13 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import (
-    DTYPES,
-    LAYOUTS,
-    assert_close,
-    float64,
-    random_tensor,
-)
+from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, random_tensor
 
 pytestmark = pytest.mark.covering
 
@@ -105,12 +99,3 @@ def test_what_is_not_finite_stays_in_its_row(library, native, dtype):
     assert not bool(y[7].isfinite().any())
     y[7] = 0
     assert bool(y.isfinite().all())
-
-
-@of_layers
-def test_rows_that_share_their_memory(library, native, dtype):
-    """As the gradient of a sum over tokens."""
-    rows, inner, columns = LARGE
-    a, b = factors((1, inner, columns), dtype, "cpu")
-    y = native.product(a.expand(rows, -1), b)
-    assert_close(y, np.repeat(wanted(a, b), rows, axis=0), dtype)

@@ -2,23 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import DTYPES, float64, random_tensor
+from tests.ops.cases import DTYPES, random_tensor
 from tests.ops.test_operators import angles_of
-from tests.oracles.ops import turned
 
 pytestmark = pytest.mark.covering
-
-
-def setting(shape: tuple[int, ...], dtype: torch.dtype, device: str, batch: int | None = None):
-    """q, k and the angles; with `batch`, sequences that have their own angles."""
-    length, sequences, heads, groups, width = shape
-    q = random_tensor(length, sequences, heads, width, dtype=dtype, device=device, seed=1)
-    k = random_tensor(length, sequences, groups, width, dtype=dtype, device=device, seed=2)
-    return q, k, angles_of(length, batch or 1, width, device)
 
 
 def test_a_quarter_turn_by_hand(ops, device):
@@ -76,10 +66,3 @@ def test_layouts_of_the_product_and_of_gradients(ops, device, dtype):
         found.append((*outputs, *torch.autograd.grad(outputs, mine, upstream)))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-def test_in_bf16_the_result_is_rounded_once(native):
-    q, k, angles = setting((20, 2, 2, 2, 64), torch.bfloat16, "cpu")
-    for x, y in zip((q, k), native.rotary(q, k, angles), strict=True):
-        wanted = turned(float64(x), float64(angles))
-        assert (np.abs(float64(y) - wanted) <= np.abs(wanted) * 2.0**-8 + 1e-6).all()

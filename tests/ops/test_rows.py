@@ -105,14 +105,6 @@ def test_padding_by_hand():
     assert row_map.rows_TK.tolist() == [[0, 4], [5, -1], [1, -1], [-1, 2]]
 
 
-def test_padding_of_a_capacity_stays_padding():
-    experts_TK = torch.tensor([[1], [1], [0]])
-    row_map, sizes = aligned_rows(in_torch.routing_map(experts_TK, 2, pad_rows_per_expert=3), 4)
-    assert sizes == [4, 4]
-    assert row_map.slots_N.tolist() == [2, -1, -1, -1, 0, 1, -1, -1]
-    assert row_map.rows_TK.tolist() == [[4], [5], [0]]
-
-
 def test_experts_compute_the_same_with_padding(ops, device):
     generator = torch.Generator().manual_seed(5)
     experts_TK = torch.randint(-1, 4, (9, 2), generator=generator).to(device)

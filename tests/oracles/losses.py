@@ -17,9 +17,7 @@ def load(routing: Routing) -> list[float]:
 
 
 def load_balancing(
-    routing: Routing,
-    load_elsewhere: list[float] | None = None,
-    weights: list[float] | None = None,
+    routing: Routing, load_elsewhere: list[float] | None = None, weights: list[float] | None = None
 ) -> float:
     """n sum_i w_i f_i P_i; P_i: the mean probability of i. f may come from other tokens."""
     tokens, num_experts = routing.scores.shape
@@ -38,10 +36,7 @@ def sequence_load_balancing(
     for number in range(sequences):
         own = range(number, len(routing.scores), sequences)
         part = Routing(
-            routing.scores[own],
-            [routing.experts[t] for t in own],
-            [],
-            routing.probabilities[own],
+            routing.scores[own], [routing.experts[t] for t in own], [], routing.probabilities[own]
         )
         total += load_balancing(part, weights=weights)
     return total / sequences

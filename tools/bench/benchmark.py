@@ -80,9 +80,7 @@ def check_device(device: str) -> None:
 
 
 def run(
-    facts: dict[str, Any],
-    measure: Callable[[list[BenchRow]], None],
-    json: Path | None = None,
+    facts: dict[str, Any], measure: Callable[[list[BenchRow]], None], json: Path | None = None
 ) -> int:
     """Measures all rows, prints what belongs to all of them, and returns the exit code.
 

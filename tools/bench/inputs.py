@@ -139,11 +139,7 @@ class RoutedLayerWork:
         return BenchContender(name, forward, leaves, WEIGHTS, (self.dy_TD,), canonical)
 
     def matrices_contender(
-        self,
-        name: str,
-        forward: Forward,
-        gate_up: Sequence[Tensor],
-        out: Sequence[Tensor],
+        self, name: str, forward: Forward, gate_up: Sequence[Tensor], out: Sequence[Tensor]
     ) -> BenchContender:
         """A contender with two matrices per expert, in the layout of torch.nn.Linear."""
         named = {f"w_gate_up {e}": w for e, w in enumerate(gate_up)}

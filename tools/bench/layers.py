@@ -12,15 +12,7 @@ from torch import Tensor
 from moe_parallel.ops import Ops
 from tools.bench import operators
 from tools.bench.inputs import Draw, RoutedLayerWork, leaf
-from tools.bench.measurement import (
-    BOTH,
-    OURS,
-    Absent,
-    Bench,
-    BenchContender,
-    Measure,
-    Products,
-)
+from tools.bench.measurement import BOTH, OURS, Absent, Bench, BenchContender, Measure, Products
 from tools.bench.peers import huggingface, megatron, torch_ops
 from tools.bench.sizes import BenchSize
 

@@ -87,11 +87,7 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     }
     if on_cpu:
         facts |= _kept_products(options.batches)
-    return benchmark.run(
-        facts,
-        lambda rows: _measure_all(options, rows),
-        options.json,
-    )
+    return benchmark.run(facts, lambda rows: _measure_all(options, rows), options.json)
 
 
 def _kept_products(batches: int) -> dict[str, str]:
@@ -129,10 +125,7 @@ def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
 
 
 def _measure(
-    build: Callable[[ModelTerms], Bench],
-    size: ModelSize,
-    dtype: str,
-    options: argparse.Namespace,
+    build: Callable[[ModelTerms], Bench], size: ModelSize, dtype: str, options: argparse.Namespace
 ) -> list[BenchRow]:
     """Measures and prints the rows of one bench."""
     from tools.bench.whole_models import ModelTerms, number_of_weights

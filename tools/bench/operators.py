@@ -118,10 +118,7 @@ def grouped_gemm(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     w_EIO = leaf(draw.weight(size.n, size.d, size.f, seed=2))
     dy_NO = draw.normal(size.rows, size.f, seed=3)
     contender = partial(
-        BenchContender,
-        leaves={"x": x_NI, "w": w_EIO},
-        weights=frozenset({"w"}),
-        upstream=(dy_NO,),
+        BenchContender, leaves={"x": x_NI, "w": w_EIO}, weights=frozenset({"w"}), upstream=(dy_NO,)
     )
 
     def grouped_mm() -> BenchContender | Absent:

@@ -52,9 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
     return benchmark.run(
-        _about(arguments, options),
-        lambda rows: _measure_all(options, rows),
-        options.json,
+        _about(arguments, options), lambda rows: _measure_all(options, rows), options.json
     )
 
 

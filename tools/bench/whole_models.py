@@ -377,19 +377,13 @@ def _hugging_face(
     terms: ModelTerms, implementations: tuple[str, ...]
 ) -> list[BenchContender | Absent]:
     return [
-        invite(
-            name_of(terms, implementation),
-            partial(hugging_face_model, terms, implementation),
-        )
+        invite(name_of(terms, implementation), partial(hugging_face_model, terms, implementation))
         for implementation in implementations
     ]
 
 
 def _bench(
-    op: str,
-    terms: ModelTerms,
-    ours: list[BenchContender],
-    peers: list[BenchContender | Absent],
+    op: str, terms: ModelTerms, ours: list[BenchContender], peers: list[BenchContender | Absent]
 ) -> Bench:
     products = terms.size.products()
     measures = [Measure(FORWARD, products), Measure(BOTH, products.with_gradients())]

@@ -7,11 +7,7 @@ import re
 
 import pytest
 
-from moe_parallel.analysis.report.report import (
-    find_sources,
-    json_in_html,
-    page_of,
-)
+from moe_parallel.analysis.report.report import find_sources, json_in_html, page_of
 from moe_parallel.errors import InputError
 from tests.analysis.report.folders import run_folder, scaling_folder
 from tests.analysis.study_folder import make_study, plausible_records, write_cell

@@ -6,11 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from moe_parallel.analysis.report.numbers import (
-    bucket_means,
-    slices_of,
-    thinned,
-)
+from moe_parallel.analysis.report.numbers import bucket_means, slices_of, thinned
 from moe_parallel.analysis.report.run_entry import (
     LAYER_VALUES,
     MAP_VALUES,

@@ -15,15 +15,8 @@ from moe_parallel.analysis.study.report import markdown, study_notes, write_stud
 from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
-from tests.tiers import rest_in_full
 
-KINDS = {
-    "topk": "fixed",
-    "aoe": "norms",
-    "top_p": "dynamic",
-    "lory": "merged",
-    "dense": "dense",
-}
+KINDS = {"topk": "fixed", "aoe": "norms", "top_p": "dynamic", "lory": "merged", "dense": "dense"}
 
 
 def short_run(loss: float, speed: float, tokens: int = 40 * TOKENS, dropped: int = 0):
@@ -212,21 +205,6 @@ def test_pictures_that_show_nothing_are_not_drawn(tmp_path: Path):
     assert len(rows(page, "Held-out text")["dense"][0]) == len("4.000")
     assert "minus that of" not in page
     assert "over 1 seed (" in page
-
-
-@pytest.mark.parametrize("shape", rest_in_full([(1, 2, 4), (12, 20, 12), (2, 1, 100)], (1, 2, 4)))
-def test_any_shape_is_drawn(tmp_path: Path, shape: tuple[int, int, int]):
-    layers, experts, logged = shape
-    study = make_study(tmp_path / "study", list(KINDS), seeds=[1], shared={"train_iters": logged})
-    for cell in study.cells(dict.fromkeys(KINDS, [1])):
-        records = plausible_records(
-            KINDS[cell.contender], 1, layers=layers, experts=experts, logged=logged, every=1
-        )
-        write_cell(cell, records)
-    write_study_report(study)
-    pictures = {path.name: path.read_bytes() for path in (study.path / "figures").iterdir()}
-    assert len(pictures) == 5
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
 
 
 def started(rms: tuple[float, float], loss: float = 4.0):
