@@ -274,6 +274,16 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"lr_wsd_decay_iters": 19}, 1, "--lr-wsd-decay-iters is 19: it must be at most the 18 iter"),
     ({"adam_beta1": 1.0}, 1, "--adam-beta1 is 1.0: it must be below 1"),
     ({"adam_beta2": 1.5}, 1, "--adam-beta2 is 1.5: it must be below 1"),
+    (
+        {"muon_momentum": 0.95},
+        1,
+        "--muon-momentum is 0.95, and --optimizer is adam: remove it, or choose muon",
+    ),
+    (
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        1,
+        "--use-distributed-optimizer divides Adam's state, and --optimizer is muon: remove one",
+    ),
     # data and checkpoints
     ({"split": "garbage"}, 1, "--split is 'garbage': it takes up to three parts such as 969,30,1"),
     ({"split": "1,2,3,4"}, 1, "--split is '1,2,3,4': it takes up to three parts"),
@@ -316,12 +326,12 @@ context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
 cuda_graph_warmup_steps
-moe_dispatch_parts log_interval eval_interval ddp_bucket_size profile_step_start
+moe_dispatch_parts log_interval eval_interval ddp_bucket_size profile_step_start muon_num_ns_steps
 """.split()
 ABOVE_0 = """
 norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget
 distributed_timeout_minutes hang_timeout adam_eps
-exit_duration_in_mins machine_sample_seconds peak_tflops
+exit_duration_in_mins machine_sample_seconds peak_tflops muon_extra_scale_factor
 """.split()
 
 

@@ -55,6 +55,7 @@ from tests.plan.running import (
     mean_of,
     visits_of,
 )
+from tests.systems import MUON, needs_muon
 
 
 class Counts(NamedTuple):
@@ -265,6 +266,20 @@ def test_some_systems_on_one_rank() -> None:
 
 def test_some_layouts_on_two_ranks() -> None:
     check(2, {name: LAYOUTS[name] for name in QUICK})
+
+
+@needs_muon
+def test_muon_has_one_moment_where_adam_has_two() -> None:
+    check(
+        2,
+        {
+            "aoe, ep, untied": AOE_ALL
+            | EP
+            | BF16
+            | MUON
+            | {"untie_embeddings_and_output_weights": True}
+        },
+    )
 
 
 def _flops(cases: dict[str, Options]) -> dict[str, tuple[float, float]]:
