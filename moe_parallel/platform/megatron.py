@@ -68,8 +68,7 @@ def check_muon() -> None:
     if version not in SpecifierSet(WITH_MUON):
         raise InputError(
             f"--optimizer muon needs megatron-core {WITH_MUON}, and {version} is installed: with "
-            f"Python 3.12 or later, pip install 'megatron-core{WITH_MUON}' "
-            "'emerging-optimizers>=0.3,<0.4'"
+            f"Python 3.12 or later, pip install 'megatron-core{WITH_MUON}' 'moe-parallel[muon]'"
         )
     import_optional("emerging_optimizers", "--optimizer muon")
 

@@ -59,6 +59,6 @@ def test_one_line_tells_what_muon_needs(monkeypatch):
         check_muon()
     monkeypatch.setattr(metadata, "version", lambda name: "0.19.2")
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
-    message = r"^--optimizer muon needs emerging_optimizers.*pip install 'emerging-optimizers>=0.3"
+    message = r"^--optimizer muon needs emerging_optimizers.*pip install 'moe-parallel.muon.'$"
     with pytest.raises(InputError, match=message):
         check_muon()
