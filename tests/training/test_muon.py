@@ -8,12 +8,13 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.optimizer import optimizer_parts
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import MUON, SYSTEMS, needs_muon
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
+from tests.training.tiny_run import AOE, GATHERED, TINY, Layout, TinyRun
 
 pytestmark = needs_muon
 
@@ -203,6 +204,47 @@ def _from_adam(folder: Path) -> str:
 def test_adams_state_is_not_muons(tmp_path):
     (error,) = run_distributed(1, _from_adam, tmp_path)
     assert "the model has optimizer.state.momentum_buffer." in error and "\n" not in error
+
+
+def _momenta(run: TinyRun) -> dict[str, torch.Tensor]:
+    states = [part.optimizer.state for part in optimizer_parts(run.engine.optimizer)]
+    return {
+        name: state[weight]["momentum_buffer"].clone()
+        for name, weight in run.parameters()
+        for state in states
+        if "momentum_buffer" in state.get(weight, {})
+    }
+
+
+def _upcycled(folder: Path) -> tuple[dict, dict]:
+    """The momenta of a dense run, and those of the experts that start from it."""
+    found = []
+    for options in ({"num_experts": None, "moe_layer_freq": "1"}, {}):
+        run = TinyRun(Layout(), folder, options=MUON | options)
+        if options:
+            run.steps(2)
+            path = run.save()
+        else:
+            sizes = Expected({"hidden_size": TINY["hidden_size"]})
+            engine = run.engine
+            run.checkpointer.load(
+                path, engine.chunks, engine.optimizer, engine.scheduler, dense=sizes
+            )
+        found.append(_momenta(run))
+        run.close()
+    return found[0], found[1]
+
+
+def test_experts_start_with_the_momentum_of_a_dense_layer(tmp_path):
+    ((dense, experts),) = run_distributed(1, _upcycled, tmp_path)
+    layer = "decoder.layers.2.mlp"
+    of_gate_up, of_out = (dense[f"{layer}.linear_fc{number}.weight"] for number in (1, 2))
+    assert of_out.any() and of_gate_up.any()
+    for expert in experts[f"{layer}.experts.w_out_LFD"]:
+        assert torch.equal(expert, of_out.T)
+    for expert in experts[f"{layer}.experts.w_gate_up_LD2F"]:
+        assert torch.equal(expert.flatten(1), of_gate_up.T)
+    assert not experts[f"{layer}.w_router_ED"].any()
 
 
 @pytest.mark.parametrize(
