@@ -53,7 +53,7 @@ from moe_parallel.layers.system import system_of
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.parallel import Groups, current_groups
 from moe_parallel.platform.device import device
-from moe_parallel.platform.megatron import UNKNOWN_MLP, suppress_message
+from moe_parallel.platform.megatron import UNKNOWN_MLP, has_muon, suppress_message
 
 FILE = "MOE_PARALLEL_CONFIG"
 
@@ -309,6 +309,10 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         if self.has_experts:
             suppress_message(*UNKNOWN_MLP)
             submodules = replace(submodules, mlp=self._experts(config, ours, groups))
+            if has_muon():
+                from moe_parallel.platform.muon import orthogonalize_stacks
+
+                orthogonalize_stacks()
         # Megatron-Core names the device of each weight of its own.
         with nullcontext() if config.use_cpu_initialization else device():
             super().__init__(

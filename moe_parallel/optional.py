@@ -11,6 +11,7 @@ from moe_parallel.errors import InputError
 INSTALL = {
     "lm_eval": "pip install 'moe-parallel[evaluation]'",
     "transformers": "pip install 'transformers>=5.23'",
+    "emerging_optimizers": "pip install 'moe-parallel[muon]'",
     "faiss": "pip install faiss-cpu",
     "pynvml": "pip install nvidia-ml-py",
     "transformer_engine": "on a machine with CUDA, pip install --no-build-isolation "

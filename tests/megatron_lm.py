@@ -109,8 +109,9 @@ class Trainer:
 
     def setup_optimizer(self) -> None:
         ours, batch = self.options.optimizer, self.options.training.global_batch_size
+        muon = {name: value for name, value in vars(ours).items() if name.startswith("muon_")}
         config = OptimizerConfig(
-            optimizer="adam",
+            optimizer=ours.optimizer,
             lr=ours.lr,
             min_lr=ours.min_lr,
             weight_decay=ours.weight_decay,
@@ -119,6 +120,7 @@ class Trainer:
             adam_eps=ours.adam_eps,
             clip_grad=ours.clip_grad,
             use_distributed_optimizer=self.options.parallel.use_distributed_optimizer,
+            **(muon | {"muon_tp_mode": "duplicated"} if ours.optimizer == "muon" else {}),
         )
         overrides = get_standard_config_overrides(config)
         self.optimizer = get_megatron_optimizer(config, self.model, overrides)

@@ -2,10 +2,22 @@
 
 from typing import Any
 
+import pytest
+from packaging.specifiers import SpecifierSet
+
 from moe_parallel.config import MergedSelection
+from moe_parallel.platform.megatron import WITH_MUON, installed_version
 from moe_parallel.systems import SELECTIONS
 
 Options = dict[str, Any]
+
+#: Without rounding to bf16, which would hide what a layout changes.
+MUON: Options = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+#: Where Megatron-Core has its Muon, a missing emerging-optimizers is a failure.
+needs_muon = pytest.mark.skipif(
+    installed_version() not in SpecifierSet(WITH_MUON),
+    reason=f"{installed_version()} of megatron-core has no Muon that runs on this Python",
+)
 
 _AUTONOMOUS = {"aoe_low_rank_size": 8, "aoe_wide_size": 20}
 

@@ -20,6 +20,7 @@ from tests.distributed import run_distributed
 from tests.megatron_lm import Trainer, core_transformer_config
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
 from tests.model.test_layouts import layout
+from tests.systems import MUON, needs_muon
 
 STEPS, HALF = 10, 5
 
@@ -173,6 +174,14 @@ def test_losses_are_those_of_our_own_program_on_two_ranks(own: Outcomes, tmp_pat
 def test_a_run_with_ep_resumes_with_tp(own: Outcomes, tmp_path: Path) -> None:
     found, _ = run_distributed(2, train_and_resume, CASES, tmp_path)
     check(found, own)
+
+
+@needs_muon
+def test_its_muon_takes_each_expert_by_itself(tmp_path: Path) -> None:
+    case = {"aoe": CASES["aoe"] | MUON}
+    (own,) = run_distributed(1, train_own, case)
+    for found in run_distributed(2, train_and_resume, case, tmp_path):
+        check(found, own)
 
 
 @pytest.mark.full

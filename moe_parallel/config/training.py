@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_parallel.config.message import flag, shown
@@ -333,8 +333,15 @@ def _told(section: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """AdamW and Megatron-Core's learning-rate schedule."""
+    """AdamW or Muon, and Megatron-Core's learning-rate schedule."""
 
+    optimizer: str = option(
+        "adam",
+        "adam: AdamW. muon: Megatron-Core's Muon for weights of two axes or more, each expert's "
+        "matrix by itself; AdamW for norms, biases, embedding and output layer",
+        choices=("adam", "muon"),
+        state=True,
+    )
     lr: float = option(3e-4, "peak learning rate", least=0, most=1_000)
     min_lr: float = option(3e-5, "learning rate at the end of the decay", least=0)
     lr_warmup_iters: int = option(10, "number of iterations of linear warm-up from 0", least=0)
@@ -361,6 +368,25 @@ class OptimizerConfig(Section):
     adam_beta1: float = option(0.9, "decay rate of Adam's first moment", least=0, below=1)
     adam_beta2: float = option(0.95, "decay rate of Adam's second moment", least=0, below=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", above=0)
+    muon_momentum: float = option(0.9, "Muon's momentum", least=0, below=1)
+    muon_nesterov: bool = option(False, "Nesterov's momentum in Muon")
+    muon_scale_mode: str = option(
+        "spectral",
+        "the scale of Muon's update U V^T of a matrix: spectral, sqrt(max(out, in)); "
+        "unit_rms_norm, sqrt(out / in); shape_scaling, sqrt(max(1, out / in))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(
+        1.0,
+        "a factor of all Muon's updates; with spectral, 0.2 gives them about the size of AdamW's",
+        above=0,
+    )
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of Muon", least=1, most=100)
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        "torch's precision of these iterations; medium: bf16",
+        choices=("medium", "high", "highest"),
+    )
     clip_grad: float = option(
         1.0, "maximum global gradient norm; 0: no clipping", least=0, most=1e30
     )
@@ -371,6 +397,7 @@ class OptimizerConfig(Section):
             raise InputError(
                 f"--min-lr is {self.min_lr}, above --lr {self.lr}: choose at most --lr"
             )
+        _check_muon(self, config)
         decay_iters = self.lr_decay_iters or config.training.train_iters
         if self.lr_warmup_iters >= decay_iters:
             raise InputError(
@@ -382,4 +409,21 @@ class OptimizerConfig(Section):
             raise InputError(
                 f"--lr-wsd-decay-iters is {wsd}: it must be at most the "
                 f"{decay_iters - self.lr_warmup_iters} iterations that follow the warm-up"
+            )
+
+
+def _check_muon(optimizer: OptimizerConfig, config: Config) -> None:
+    if optimizer.optimizer == "muon":
+        if config.parallel.use_distributed_optimizer:
+            raise InputError(
+                "--use-distributed-optimizer divides Adam's state, and --optimizer is muon: remove "
+                "one of them"
+            )
+        return
+    for each in fields(optimizer):
+        value = getattr(optimizer, each.name)
+        if each.name.startswith("muon_") and value != each.default:
+            raise InputError(
+                f"{flag(each.name)} is {shown(value)}, and --optimizer is {optimizer.optimizer}: "
+                "remove it, or choose muon"
             )

@@ -70,7 +70,8 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
     if not config.parallel.use_distributed_optimizer:
         shares = (1, 1)
     weight = 2 if config.training.bf16 else 4
-    gradient, moments, master = 4, 8, 4 if config.training.bf16 else 0
+    gradient, master = 4, 4 if config.training.bf16 else 0
+    moments = 4 if config.optimizer.optimizer == "muon" else 8  # Muon's, or the two of Adam
     optimizer = held.dense // shares[0] + held.expert // shares[1]
     trained = (weight + gradient) * both + master * optimizer
     return max(

@@ -68,6 +68,8 @@ class Weight:
     expert: bool  # divided over ep and etp
     over_tp: bool  # its gradient is summed over tp at the end of a step
     table: bool = False  # of the vocabulary, of which tied embeddings have two uses
+    #: Those that Muon orthogonalizes: their number, 0 if it does not, rows and columns.
+    matrices: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,20 @@ def _give_fake_weights(module: torch.nn.Module) -> None:
                     held[name] = torch.empty(meta.shape, dtype=meta.dtype)
 
 
+def _matrices(weight: Any, megatron: Any) -> tuple[int, int, int]:
+    """The number, rows and columns of the matrices that Muon takes, gathered from their parts."""
+    if weight.ndim < 2:
+        return 0, 0, 0
+    shape, axis = list(weight.shape), getattr(weight, "partition_dim", -1)
+    if axis >= 0:
+        stacked = weight.ndim > 2
+        shape[axis] *= (
+            megatron.expert_tensor_parallel_size if stacked else megatron.tensor_model_parallel_size
+        )
+    count, rows, *columns = shape if len(shape) > 2 else (1, *shape)
+    return count, rows, math.prod(columns)
+
+
 class _Saved:
     """A tensor in autograd's graph; it goes with the graph."""
 
@@ -313,7 +329,8 @@ class _Counts(TorchDispatchMode):
                     not getattr(weight, "allreduce", True),
                     getattr(weight, "sequence_parallel", False)
                     or (gpt.config.qk_layernorm and name.split(".")[-2] in _HEAD_NORMS),
-                    "embedding.word" in name or "output_layer" in name,
+                    table := "embedding.word" in name or "output_layer" in name,
+                    (0, 0, 0) if table else _matrices(weight, gpt.config),
                 )
             )
         for name, buffer in gpt.named_buffers():

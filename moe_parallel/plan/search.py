@@ -166,14 +166,15 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
     """The configuration with each tp, cp, pp, vpp, ep, etp, micro-batch and recomputation.
 
     tp x cp stays in a node, and a rank has LEAST_SHARE tokens of a sequence or all. Recomputation
-    is none, full, and that of the configuration. Sequence parallelism is on with tp. The optimizer
-    state is divided, and gradients and weights overlap. Sizes that do not divide each other are
+    is none, full, and that of the configuration. Sequence parallelism is on with tp. Adam's state
+    is divided, and gradients and weights overlap. Sizes that do not divide each other are
     left in, so that the reason is told, but no size exceeds the number of ranks. If a step is a
     CUDA graph, the model is not divided, and nothing is recomputed or overlaps.
     """
     layers, n = config.model.num_layers, config.moe.num_experts
     own = config.training
     granularities = dict.fromkeys((None, "full", own.recompute_granularity))
+    divided = config.optimizer.optimizer == "adam"
     whole = own.uses_cuda_graph  # each GPU then holds the model, and nothing overlaps
     sizes = product(
         _tp_and_cp(config, cluster),
@@ -198,9 +199,9 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
                 num_layers_per_virtual_pipeline_stage=each,
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=(1 if whole_experts else tp) if n else None,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=divided,
                 overlap_grad_reduce=not whole,
-                overlap_param_gather=not whole,
+                overlap_param_gather=not whole and divided,
             )
             modules = own.recompute_modules if recompute == "selective" else None
             training = replace(

@@ -16,7 +16,7 @@ from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.measure import Message, Part, Parts, Weight, measure
 
 GRADIENT_BYTES = 4  # sums over micro-batches are fp32
-MOMENT_BYTES = 8  # two fp32 numbers of Adam
+MOMENT_BYTES = 8  # two fp32 numbers of Adam; Muon has one
 MASTER_BYTES = 4  # an fp32 copy of a bf16 weight
 SMALL = 24  # bytes of messages that are left out: the loss, the norm of the gradients
 
@@ -125,8 +125,8 @@ def memory_of_stage(model: Model, stage: int, dp_rank: int = 0) -> Memory:
         # The distributed optimizer gathers weights in a buffer that is padded like the gradients'.
         weights=model.value * (padded if layout.distributed_optimizer else numbers),
         gradients=GRADIENT_BYTES * padded,
-        optimizer=updated_numbers(model, stage, dp_rank)
-        * (MOMENT_BYTES + (MASTER_BYTES if bf16 else 0)),
+        optimizer=moment_bytes(model, stage, dp_rank)
+        + (MASTER_BYTES if bf16 else 0) * updated_numbers(model, stage, dp_rank),
         activations=activations_of_stage(model, stage),
         working=max(part.largest for part in parts),
         state=sum(part.state for part in parts),
@@ -145,6 +145,21 @@ def updated_numbers(model: Model, stage: int, dp_rank: int = 0) -> int:
                 else buffer.size
             )
     return total
+
+
+def weights_of_muon(model: Model, stage: int) -> list[Weight]:
+    """The weights of a rank that Muon orthogonalizes; [] with Adam."""
+    if model.config.optimizer.optimizer != "muon":
+        return []
+    chunks = range(model.layout.virtual)
+    held = [w for chunk in chunks for w in model.weights_of_chunk(stage, chunk)]
+    return [weight for weight in held if weight.matrices[0]]
+
+
+def moment_bytes(model: Model, stage: int, dp_rank: int = 0) -> int:
+    """The bytes of the moments that a rank updates."""
+    muon = sum(weight.size for weight in weights_of_muon(model, stage))
+    return MOMENT_BYTES * updated_numbers(model, stage, dp_rank) - MOMENT_BYTES // 2 * muon
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> set[tuple[int, ...]]:

@@ -23,13 +23,14 @@ from moe_parallel.plan.stage import (
     GRADIENTS,
     LOADS,
     MASTER_BYTES,
-    MOMENT_BYTES,
     PIPELINE,
     WEIGHTS,
     Collective,
     Model,
     messages_of_stage,
+    moment_bytes,
     updated_numbers,
+    weights_of_muon,
 )
 
 #: Messages outside of the layers. Layers wait for all others.
@@ -98,6 +99,10 @@ def _stage(model: Model, cluster: Cluster, stage: int) -> dict[str, float]:
     parts[LOADS] = seconds_of_messages(messages, cluster, LOADS)
     moved = _optimizer_bytes(model, stage)
     parts["optimizer"] = moved / (cluster.node.memory_rate * cluster.efficiency.memory)
+    if flops := newton_schulz_flops(model, stage):
+        in_bf16 = model.config.optimizer.muon_fp32_matmul_prec == "medium"
+        rate = (cluster.node.bf16 if in_bf16 else cluster.node.fp32) * cluster.efficiency.linear
+        parts["optimizer"] += flops / rate
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
@@ -135,8 +140,18 @@ def _seconds_of_part(
 
 def _optimizer_bytes(model: Model, stage: int) -> int:
     """What the optimizer reads and writes: gradients, moments, masters, weights."""
-    of_weight = GRADIENT_BYTES + 2 * MOMENT_BYTES + 2 * MASTER_BYTES + model.value
-    return updated_numbers(model, stage) * of_weight
+    of_weight = GRADIENT_BYTES + 2 * MASTER_BYTES + model.value
+    return updated_numbers(model, stage) * of_weight + 2 * moment_bytes(model, stage)
+
+
+def newton_schulz_flops(model: Model, stage: int) -> int:
+    """FLOPs of Muon on a rank: X X^T, its square, and a product with X, in each iteration."""
+    total = 0
+    for weight in weights_of_muon(model, stage):
+        count, *sides = weight.matrices
+        m, n = sorted(sides)
+        total += count * (4 * m * m * n + 2 * m**3)
+    return model.config.optimizer.muon_num_ns_steps * total
 
 
 def seconds_of_messages(messages: Iterable[Collective], cluster: Cluster, purpose: str) -> float:

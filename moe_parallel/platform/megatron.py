@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 
 #: Those of pyproject.toml. CI runs 0.16.1, the last one for Python 3.11, and 0.19.2.
 SUPPORTED = ">=0.16.1,<0.20"
@@ -49,6 +51,26 @@ def check_megatron_version() -> str:
             f"{SUPPORTED}: {INSTALL}"
         )
     return version
+
+
+#: The versions whose Muon takes emerging-optimizers 0.3.
+WITH_MUON = ">=0.19,<0.20"
+
+
+def has_muon() -> bool:
+    """Whether Megatron-Core has its Muon here, with the package that it needs."""
+    return installed_version() in SpecifierSet(WITH_MUON) and bool(find_spec("emerging_optimizers"))
+
+
+def check_muon() -> None:
+    """Raises InputError unless `has_muon`."""
+    version = installed_version()
+    if version not in SpecifierSet(WITH_MUON):
+        raise InputError(
+            f"--optimizer muon needs megatron-core {WITH_MUON}, and {version} is installed: with "
+            f"Python 3.12 or later, pip install 'megatron-core{WITH_MUON}' 'moe-parallel[muon]'"
+        )
+    import_optional("emerging_optimizers", "--optimizer muon")
 
 
 def import_megatron() -> None:

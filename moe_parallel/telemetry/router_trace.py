@@ -13,6 +13,9 @@ experts       int16 [L, N, S, K], what each token chose: best choice first, -1 i
 Iterations count from 1, and those of a folder are successive. A file is complete when it gets its
 name, so a process that is killed leaves all complete steps.
 
+A folder with the choices of other programs (`routed_experts`) has the same arrays in files called
+`texts-NAME.npz`. They belong to no iteration: the choices of a sequence are found by its text.
+
 Shape suffixes: L MoE layers, N sequences of a global batch, S tokens of a sequence, K slots per
 token. The sequences are in the order in which data are read, micro-batch after micro-batch. Choices
 that a capacity drops are included.
@@ -25,7 +28,7 @@ import re
 import zipfile
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +83,62 @@ class RecordedTrace:
 
     def step(self, iteration: int) -> TraceStep:
         """Raises InputError."""
-        shape, step = _read(self.folder, iteration, self.flag)
-        check_shape(_file(self.folder, iteration), self.flag, shape, self.shape)
+        file = _file(self.folder, iteration)
+        shape, step = _read(file, self.flag)
+        check_shape(file, self.flag, shape, self.shape)
         return step
+
+
+@dataclass(frozen=True)
+class RecordedTexts:
+    """A folder of choices by text, which are read when they are used."""
+
+    folder: Path
+    flag: str
+    shape: TraceShape  # `sequences`: of all files
+    places: dict[int, tuple[Path, int]]  # by CRC-32: a file, and the place in it
+
+    def step(self, text_N: np.ndarray[Any, Any]) -> TraceStep:
+        """The choices of these texts; 0 is a sequence of another rank. Raises InputError."""
+        shape, steps = self.shape, {}
+        sizes = (len(shape.layers), len(text_N), shape.length, shape.slots)
+        experts_LNSK = np.zeros(sizes, np.int16)
+        for number in np.flatnonzero(text_N):
+            place = self.places.get(int(text_N[number]))
+            if place is None:
+                raise InputError(
+                    f"{self.flag} {self.folder} has {shape.sequences} texts, and not that of "
+                    f"sequence {number + 1} of this step: train on these texts alone, each a "
+                    "document of --seq-length tokens"
+                )
+            file, row = place
+            if file not in steps:
+                steps[file] = _read(file, self.flag)[1]
+            experts_LNSK[:, number] = steps[file].experts_LNSK[:, row]
+        return TraceStep(text_N, experts_LNSK)
+
+
+def read_replay(folder: str | Path, flag: str) -> RecordedTrace | RecordedTexts:
+    """A trace, or choices by text if there are such files. Raises InputError."""
+    folder = Path(folder)
+    files = sorted(folder.glob("texts-*.npz"))
+    if not files:
+        return read_trace(folder, flag)
+    shape: TraceShape | None = None
+    places: dict[int, tuple[Path, int]] = {}
+    for file in files:
+        its, step = _read(file, flag)
+        shape = replace(its, sequences=0) if shape is None else shape
+        check_shape(file, flag, replace(its, sequences=0), shape)
+        for row, text in enumerate(map(int, step.text_N)):
+            if text in places:
+                raise InputError(
+                    f"{flag} {file} has a text a second time, at {row + 1}; it is in "
+                    f"{places[text][0].name}, too: leave one of them out"
+                )
+            places[text] = file, row
+    assert shape is not None
+    return RecordedTexts(folder, flag, replace(shape, sequences=len(places)), places)
 
 
 def read_trace(folder: str | Path, flag: str) -> RecordedTrace:
@@ -94,7 +150,7 @@ def read_trace(folder: str | Path, flag: str) -> RecordedTrace:
     iterations = _iterations(folder, flag)
     if not iterations:
         raise InputError(f"{flag} {folder} has no step: {_REMEDY}")
-    shape, _ = _read(folder, iterations[0], flag)
+    shape, _ = _read(_file(folder, iterations[0]), flag)
     return RecordedTrace(folder, flag, shape, iterations)
 
 
@@ -120,9 +176,19 @@ def _iterations(folder: Path, flag: str) -> range:
     return successive
 
 
-def _read(folder: Path, iteration: int, flag: str) -> tuple[TraceShape, TraceStep]:
+def is_texts(name: str) -> bool:
+    """Whether a file of this name has choices by text."""
+    return re.fullmatch(r"texts-.+\.npz", name) is not None
+
+
+def crc_of(tokens_S: np.ndarray[Any, Any]) -> int:
+    """The CRC-32 of a text."""
+    return zlib.crc32(tokens_S.astype("<i8").tobytes())
+
+
+def _read(file: Path, flag: str) -> tuple[TraceShape, TraceStep]:
     """Raises InputError."""
-    file, names = _file(folder, iteration), ("version", "num_experts", "layers", "text", "experts")
+    names = ("version", "num_experts", "layers", "text", "experts")
     try:
         with open_regular(file) as opened, np.load(opened, allow_pickle=False) as arrays:
             version, num_experts, layers, text_N, experts_LNSK = (arrays[name] for name in names)
@@ -186,11 +252,7 @@ class TraceWriter:
         Raises InputError if the folder is of another run or has other files, and OSError.
         """
         self._folder = folder
-        self._fixed: dict[str, Any] = {
-            "version": np.array(_VERSION, "<i4"),
-            "num_experts": np.array(shape.num_experts, "<i4"),
-            "layers": np.array(shape.layers, "<i2"),
-        }
+        self._shape = shape
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob("[1-9]*.npz.writing-*"):  # of a process that was killed
             with suppress(OSError):
@@ -225,8 +287,19 @@ class TraceWriter:
 
     def append(self, iteration: int, step: TraceStep) -> None:
         """Adds the next iteration. Raises OSError; then the folder is as it was."""
-        content = io.BytesIO()
-        text_N, experts_LNSK = step.text_N.astype("<u4"), step.experts_LNSK.astype("<i2")
-        np.savez(content, **self._fixed, text=text_N, experts=experts_LNSK)
-        write_atomically(_file(self._folder, iteration), content.getvalue())
-        flush_to_disk(self._folder)
+        write_step(_file(self._folder, iteration), self._shape, step)
+
+
+def write_step(file: Path, shape: TraceShape, step: TraceStep) -> None:
+    """Writes a file of a trace, which is on the disk on return. Raises OSError."""
+    arrays: dict[str, Any] = {
+        "version": np.array(_VERSION, "<i4"),
+        "num_experts": np.array(shape.num_experts, "<i4"),
+        "layers": np.array(shape.layers, "<i2"),
+        "text": step.text_N.astype("<u4"),
+        "experts": step.experts_LNSK.astype("<i2"),
+    }
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_atomically(file, content.getvalue())
+    flush_to_disk(file.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -43,10 +44,18 @@ def parallelize(config: Config, chunks: list[Any]) -> list[Any]:
 
 
 def build_optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
-    """Megatron-Core's Adam of this rank's chunks; with torch's Adam, in one pass."""
+    """Megatron-Core's optimizer of this rank's chunks; torch's Adam works in one pass."""
     ours = config.optimizer
+    muon: dict[str, Any] = {}
+    if ours.optimizer == "muon":
+        from moe_parallel.platform.muon import orthogonalize_stacks
+
+        orthogonalize_stacks()
+        muon = {each.name: getattr(ours, each.name) for each in fields(ours)}
+        muon = {name: value for name, value in muon.items() if name.startswith("muon_")}
+        muon["muon_tp_mode"] = "duplicated"  # the update of the whole matrix, in every layout
     megatron = MegatronOptimizerConfig(
-        optimizer="adam",
+        optimizer=ours.optimizer,
         lr=ours.lr,
         min_lr=ours.min_lr,
         weight_decay=ours.weight_decay,
@@ -59,6 +68,7 @@ def build_optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
         timers=timers,
+        **muon,
     )
     # The overrides exempt weights of one axis from weight decay, as --weight-decay says.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
@@ -128,8 +138,8 @@ def add_in_pieces(total: Tensor, x: Tensor) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers that update weights: one for dense and one for expert weights if ranks divide
-    them differently, and otherwise the optimizer itself."""
+    """The optimizers that update weights: one of each kind, for dense and for expert weights if
+    ranks divide them differently; or the optimizer itself."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts
 

@@ -36,7 +36,7 @@ from moe_parallel.platform.device import (
     take_gpu,
 )
 from moe_parallel.platform.gradients import replace_gradient_loops
-from moe_parallel.platform.megatron import check_megatron_version
+from moe_parallel.platform.megatron import check_megatron_version, check_muon
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         validate(config, int(os.environ.get("WORLD_SIZE", 1)))
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
+        if config.optimizer.optimizer == "muon":
+            check_muon()
         if config.training.deterministic_mode:
             be_deterministic(config)
         if torch.cuda.is_available():

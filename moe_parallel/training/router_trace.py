@@ -8,9 +8,9 @@ Shape suffixes: N sequences of a global batch, S tokens of a sequence, K slots p
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from moe_parallel.parallel import Groups
 from moe_parallel.telemetry.router_trace import (
     REPLAY,
     TRACE,
+    RecordedTexts,
     RecordedTrace,
     TraceShape,
     TraceStep,
     TraceWriter,
     check_shape,
-    read_trace,
+    crc_of,
+    read_replay,
 )
 from moe_parallel.training.run_folder import goes_on_here
 
@@ -69,7 +71,7 @@ class RunTrace:
         self._begun = False
         self._done = 0
         self._writer: TraceWriter | None = None
-        self._recorded: RecordedTrace | None = None
+        self._recorded: RecordedTrace | RecordedTexts | None = None
         self._text_N = torch.zeros(0)
 
     def begin_step(self, done: int, batches: Sequence[Batch]) -> None:
@@ -89,8 +91,13 @@ class RunTrace:
         self._text_N = self._text_of(batches)
         if self._recorded is not None and self.layers.replay is not None:
             recorded = self._recorded
-            step = agree(lambda: self._checked(recorded.step(done + 1)))
+            step = agree(lambda: self._checked(self._step_of(recorded)))
             self.layers.replay.begin_step(self._shape.layers, step.experts_LNSK)
+
+    def _step_of(self, recorded: RecordedTrace | RecordedTexts) -> TraceStep:
+        if isinstance(recorded, RecordedTexts):
+            return recorded.step(self._text_N.numpy())
+        return recorded.step(self._done + 1)
 
     def end_step(self, device: torch.device) -> None:
         """Called after a step: its choices are on the disk on return. Raises InputError."""
@@ -125,9 +132,13 @@ class RunTrace:
 
     def _open(self, done: int) -> None:
         if self._replay is not None:
-            self._recorded = read_trace(self._replay, REPLAY)
-            check_shape(self._replay, REPLAY, self._recorded.shape, self._shape)
-            self._check_steps(self._recorded.iterations, done)
+            self._recorded = recorded = read_replay(self._replay, REPLAY)
+            shape = recorded.shape
+            if isinstance(recorded, RecordedTexts):
+                shape = replace(shape, sequences=self._shape.sequences)
+            check_shape(self._replay, REPLAY, shape, self._shape)
+            if isinstance(recorded, RecordedTrace):
+                self._check_steps(recorded.iterations, done)
         if self._trace is not None and dist.get_rank() == 0:
             self._writer = TraceWriter(
                 Path(self._trace), self._shape, done, goes_on=goes_on_here(self._config)
@@ -154,7 +165,7 @@ class RunTrace:
             tokens_BS = batch["tokens"]
             first = (number * dp.size() + dp.rank()) * len(tokens_BS)
             for place, tokens_S in enumerate(tokens_BS.numpy(), start=first):
-                text_N[place] = zlib.crc32(tokens_S.astype("<i8").tobytes())
+                text_N[place] = crc_of(tokens_S)
         return text_N
 
     def _checked(self, step: TraceStep) -> TraceStep:

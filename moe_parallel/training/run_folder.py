@@ -262,5 +262,9 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
 
 def _states(config: Config) -> dict[str, object]:
     """By flag, the options that decide which numbers move after a step."""
-    selection = config.selection
-    return {o.flag: getattr(selection, o.name) for o in options(type(selection)) if o.state}
+    return {
+        o.flag: getattr(section, o.name)
+        for section in (config.selection, config.optimizer)
+        for o in options(type(section))
+        if o.state
+    }

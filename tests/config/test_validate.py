@@ -201,6 +201,13 @@ BROKEN: dict[str, dict[str, Any]] = {
     "--lr-wsd-decay-iters is 19: it must be at most the 18 iter": {"lr_wsd_decay_iters": 19},
     "--adam-beta1 is 1.0: it must be below 1": {"adam_beta1": 1.0},
     "--adam-beta2 is 1.5: it must be below 1": {"adam_beta2": 1.5},
+    "--muon-momentum is 0.95, and --optimizer is adam: remove it, or choose muon": {
+        "muon_momentum": 0.95
+    },
+    "--use-distributed-optimizer divides Adam's state, and --optimizer is muon: remove one": {
+        "optimizer": "muon",
+        "use_distributed_optimizer": True,
+    },
     # data and checkpoints
     "--split is 'garbage': it takes up to three parts such as 969,30,1": {"split": "garbage"},
     "--split is '0,1,0': .* the first above 0": {"split": "0,1,0"},

@@ -173,6 +173,20 @@ FAULTS_OF_ROUTING = [
         ("tests/layers/test_router_trace.py", "tests/telemetry/test_router_trace.py"),
     ),
     Fault(
+        "a text gets the choices of the first of its file",
+        "moe_parallel/telemetry/router_trace.py",
+        "steps[file].experts_LNSK[:, row]",
+        "steps[file].experts_LNSK[:, 0]",
+        ("tests/telemetry/test_routed_experts.py",),
+    ),
+    Fault(
+        "Megatron-Core's tokens are taken sequence by sequence",
+        "moe_parallel/telemetry/routed_experts.py",
+        'experts_TK.reshape(-1, micro_batch_size, record["topk"])',
+        'experts_TK.reshape(micro_batch_size, -1, record["topk"]).swapaxes(0, 1)',
+        ("tests/telemetry/test_routed_experts.py",),
+    ),
+    Fault(
         "a continued run leaves the step after its checkpoint in the trace",
         "moe_parallel/telemetry/router_trace.py",
         "reversed(range(done + 1, there[-1] + 1))",

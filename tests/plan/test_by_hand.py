@@ -73,7 +73,7 @@ def _model(layout: Layout, **options: object) -> Model:
     """Four dense layers of 989 TFLOP forward and twice that backward; the ends do nothing."""
     config = make_config({"num_layers": 4, "num_experts": None, "bf16": True} | options)
     layer = Part(
-        [Weight("w", 1280, False, False)],
+        [Weight("w", 1280, False, False, matrices=(2, 80, 8))],
         kept=7,
         forward=[(LINEAR, 989e12, 1)],
         backward=[(LINEAR, 2 * 989e12, 1)],
@@ -97,6 +97,15 @@ def test_an_operator_takes_its_flops_or_its_bytes() -> None:
     # The optimizer reads the gradient, and reads and writes two moments and a master weight.
     moved = 4 * 1280 * (4 + 2 * 8 + 2 * 4 + 2)
     assert seconds["optimizer"] == pytest.approx(moved / 3.35e12)
+
+
+def test_muon_moves_less_and_multiplies() -> None:
+    """Two matrices of 80 x 8: X X^T and B X of 2 x 8 x 8 x 80 FLOPs each, A A of 2 x 8 x 8 x 8."""
+    model = _model(Layout(ranks=1, global_batch=2), optimizer="muon", muon_num_ns_steps=3)
+    flops = 4 * 2 * 3 * (2 * 10_240 + 1_024)
+    moved = 4 * 1280 * (4 + 2 * 4 + 2 * 4 + 2)
+    seconds = step_time(model, CLUSTER, 128, None).parts["optimizer"]
+    assert seconds == pytest.approx(moved / 3.35e12 + flops / 989e12)
 
 
 def test_the_bubble() -> None:

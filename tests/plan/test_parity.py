@@ -54,6 +54,7 @@ from tests.plan.running import (
     mean_of,
     visits_of,
 )
+from tests.systems import MUON, needs_muon
 
 
 class Counts(NamedTuple):
@@ -264,6 +265,20 @@ def test_some_systems_on_one_rank() -> None:
 
 def test_some_layouts_on_two_ranks() -> None:
     check(2, {name: LAYOUTS[name] for name in QUICK})
+
+
+@needs_muon
+def test_muon_has_one_moment_where_adam_has_two() -> None:
+    check(
+        2,
+        {
+            "aoe, ep, untied": AOE_ALL
+            | EP
+            | BF16
+            | MUON
+            | {"untie_embeddings_and_output_weights": True}
+        },
+    )
 
 
 def _work(cases: dict[str, Options]) -> dict[str, dict[str, list[float]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.platform.megatron import SUPPORTED, check_megatron_version
+from moe_parallel.platform.megatron import SUPPORTED, check_megatron_version, check_muon
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +50,15 @@ def test_refused(monkeypatch, version):
 def test_the_range_is_that_of_pyproject():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert f"megatron-core{SUPPORTED}" in project["dependencies"]
+
+
+def test_one_line_tells_what_muon_needs(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.2")
+    message = r"^--optimizer muon needs megatron-core >=0.19.* and 0.18.2 is .*pip install 'megatr"
+    with pytest.raises(InputError, match=message):
+        check_muon()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.19.2")
+    monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
+    message = r"^--optimizer muon needs emerging_optimizers.*pip install 'moe-parallel.muon.'$"
+    with pytest.raises(InputError, match=message):
+        check_muon()

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from moe_parallel.config import parse_command_line
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.telemetry import router_trace
 from moe_parallel.telemetry.metrics import read_metrics, untimed
+from moe_parallel.telemetry.routed_experts import of_vllm, write_texts
+from moe_parallel.telemetry.router_trace import crc_of
 from moe_parallel.training.router_trace import run_trace
 from tests.distributed import run_distributed
 from tests.program import SMALL, flags, pretrain_here, small_data
@@ -175,3 +178,40 @@ def test_a_replay_needs_the_steps_until_the_run_leaves(done: int) -> None:
     trace._check_steps(range(1, 9), done + 4)
     with pytest.raises(InputError, match=rf"1 to 7, and this run trains {done + 5} to 8"):
         trace._check_steps(range(1, 8), done + 4)
+
+
+def test_choices_of_a_generator_are_replayed_by_text(tmp_path: Path) -> None:
+    """40 responses of 16 tokens or more, in three epochs and in whatever order."""
+    chance = np.random.default_rng(1)
+    length, texts = 16, chance.integers(0, 250, (40, 18)).tolist()
+    scores_NTLE = chance.random((40, 17, 2, 4))
+    responses = np.argsort(-scores_NTLE, axis=3)[..., :2].astype(np.uint8)  # as vLLM's
+    choices = [of_vllm(response, [1, 2]) for response in responses]
+    write_texts(tmp_path / "texts" / "texts-all.npz", texts, choices, length, 4, [1, 2])
+    options = SMALL | small_data(tmp_path) | RUN
+    write_indexed(tmp_path / "responses", [text[:length] for text in texts], 300)
+    options |= {
+        "data_path": [tmp_path / "responses"],
+        "split": "1,0,0",
+        "seq_length": length,
+        "train_iters": 12,
+        "eval_interval": None,
+        "moe_router_replay": tmp_path / "texts",
+        "moe_router_trace": tmp_path / "trace",
+        "expert_model_parallel_size": 2,
+    }
+    assert [code for ends in run_distributed(2, pretrain_here, [options]) for code, _ in ends] == [
+        0,
+        0,
+    ]
+    of_text = {crc_of(np.array(text[:length])): number for number, text in enumerate(texts)}
+    seen = set()
+    trace = router_trace.read_trace(tmp_path / "trace", "")
+    for iteration in trace.iterations:
+        step = trace.step(iteration)
+        for place, text in enumerate(step.text_N.tolist()):
+            number = of_text[text]
+            seen.add(number)
+            expected_SLK = responses[number, :length].tolist()
+            assert step.experts_LNSK[:, place].swapaxes(0, 1).tolist() == expected_SLK
+    assert len(trace.iterations) == 12 and len(seen) == 40

@@ -1,10 +1,11 @@
-"""Adam's state as tensors shaped like the model's, for every optimizer and layout.
+"""The optimizer's state as tensors shaped like the model's, for every optimizer and layout.
 
 Megatron-Core's optimizers each write their own format: by position in the parameter groups, by
 chained optimizer, by flat buffer. Some of these load under another layout, none under all of them.
 Here the state of a parameter with the key K is always
 
     optimizer.state.exp_avg.K    optimizer.state.exp_avg_sq.K    fp32, of the global shape of K
+    optimizer.state.momentum_buffer.K            instead of these, if Muon updates the parameter
     optimizer.state.fp32_param.K                 only if the parameter itself is not fp32
 
 and every rank reads and writes its own part. The distributed optimizer keeps a range of the
@@ -33,7 +34,8 @@ from megatron.core.optimizer.optimizer import (
 
 from moe_parallel.training.optimizer import optimizer_parts
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+MOMENTUM = "momentum_buffer"  # Muon's
 STATE_PREFIX = "optimizer.state."
 MASTER = f"{STATE_PREFIX}fp32_param."
 
@@ -47,10 +49,15 @@ class Piece:
 
     parameter: torch.nn.Parameter
     placement: Placement  # the parameter's place in the model's global tensors
-    main: torch.Tensor  # fp32, updated by Adam: the parameter, a copy of it, or a range of it
+    main: torch.Tensor  # fp32, which is updated: the parameter, a copy of it, or a range of it
     start: int  # index in the flattened parameter at which `main` starts
     split: bool  # whether data-parallel ranks keep different ranges, or all the same
-    adam: torch.optim.Optimizer  # contains the state of `main`
+    optimizer: torch.optim.Optimizer  # contains the state of `main`
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of the tensors in that state."""
+        return (MOMENTUM,) if "momentum" in self.optimizer.defaults else MOMENTS
 
     @property
     def has_master(self) -> bool:
@@ -77,7 +84,7 @@ def _updated(
     optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
     """Parameter, main, start and split of every piece; see `Piece`."""
-    groups: list[tuple[Any, Any]]  # of parameters, and of what Adam updates for them
+    groups: list[tuple[Any, Any]]  # of parameters, and of what is updated for them
     split = isinstance(optimizer, DistributedOptimizer)
     if isinstance(optimizer, DistributedOptimizer):
         groups = [
@@ -101,11 +108,11 @@ def _updated(
 
 
 def moment_tensors(held: list[Piece]) -> list[ShardedTensor]:
-    """Adam's moments, placed; moments that do not exist yet are created as zeros, as in Adam."""
+    """The moments, placed; those that do not exist yet are created as zeros, as optimizers do."""
     return [
         tensor
         for piece in held
-        for name in MOMENTS
+        for name in piece.moments
         for tensor in _place(piece, _moment(piece, name), f"{STATE_PREFIX}{name}.")
     ]
 
@@ -136,28 +143,32 @@ def most_precise(weights: Iterable[ShardedTensor], stored: Collection[str]) -> l
 
 
 def adam_step(held: list[Piece]) -> int:
-    """The number of steps that Adam has taken; 0 if this rank updates nothing."""
-    for piece in held:
-        group_step = next(iter(piece.adam.param_groups)).get("step", 0)
-        return int(piece.adam.state[piece.main].get("step", group_step))
+    """The number of steps that Adam has taken; 0 if it updates nothing on this rank."""
+    for piece in _adams(held):
+        group_step = next(iter(piece.optimizer.param_groups)).get("step", 0)
+        return int(piece.optimizer.state[piece.main].get("step", group_step))
     return 0
 
 
 def set_adam_step(held: list[Piece], step: int) -> None:
     """Set the step: torch's Adam counts it per parameter, Apex's and TE's fused ones per group."""
-    for piece in held:
-        if isinstance(piece.adam, (torch.optim.Adam, torch.optim.AdamW)):
-            piece.adam.state[piece.main]["step"] = torch.tensor(float(step))
+    for piece in _adams(held):
+        if isinstance(piece.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            piece.optimizer.state[piece.main]["step"] = torch.tensor(float(step))
         else:
-            for group in piece.adam.param_groups:
+            for group in piece.optimizer.param_groups:
                 group["step"] = step
 
 
+def _adams(held: list[Piece]) -> Iterator[Piece]:
+    return (piece for piece in held if piece.moments is MOMENTS)
+
+
 def _moment(piece: Piece, name: str) -> torch.Tensor:
-    state = piece.adam.state[piece.main]
+    state = piece.optimizer.state[piece.main]
     if name not in state:
         state[name] = torch.zeros_like(piece.main)
-        if isinstance(piece.adam, (torch.optim.Adam, torch.optim.AdamW)):
+        if isinstance(piece.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             state.setdefault("step", torch.tensor(0.0))
     return state[name]
 

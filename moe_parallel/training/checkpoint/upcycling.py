@@ -14,11 +14,19 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moe_parallel.model.upcycling import FACTORS, STARTS, DenseLayer, ExpertPart, GateFactors
-from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, STATE_PREFIX, Box, enclosing
+from moe_parallel.training.checkpoint.optimizer import (
+    MASTER,
+    MOMENTS,
+    MOMENTUM,
+    STATE_PREFIX,
+    Box,
+    enclosing,
+)
 
-# Groups: Adam's state, the layer, the name of the weight without its shape suffix.
+# Groups: the optimizer's state, the layer, the name of the weight without its shape suffix.
 _EXPERT_WEIGHT = re.compile(
-    rf"({re.escape(STATE_PREFIX)}(?:{'|'.join(MOMENTS)})\.|)(.+\.mlp)\.(?:experts\.)?(w_[a-z_]+)_[A-Z0-9]+"
+    rf"({re.escape(STATE_PREFIX)}(?:{'|'.join((*MOMENTS, MOMENTUM))})\.|)"
+    r"(.+\.mlp)\.(?:experts\.)?(w_[a-z_]+)_[A-Z0-9]+"
 )
 _SHARED_EXPERT_OUT = re.compile(r".+\.mlp\..+\.linear_fc2\.weight")
 

@@ -8,7 +8,13 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from moe_parallel.training.checkpoint.optimizer import Piece, boxes, moment_tensors
+from moe_parallel.training.checkpoint.optimizer import (
+    Piece,
+    adam_step,
+    boxes,
+    moment_tensors,
+    set_adam_step,
+)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (3, 1, 2, 2), (1, 1), (0, 3)])
@@ -73,3 +79,15 @@ def test_reading_fills_the_state_in_place():
     for tensor in moment_tensors([piece]):
         tensor.data.fill_(1.0)
     assert adam.state[main]["exp_avg"].tolist() == [1.0] * 7
+
+
+def test_an_optimizer_with_a_momentum_has_one_moment():
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    placement = ShardedTensor.from_rank_offsets("w", parameter, replica_id=(0, 0, 0))
+    muon = torch.optim.SGD([parameter], momentum=0.9)  # a stand-in with the same names
+    muon.state[parameter]["momentum_buffer"] = torch.ones(3, 4)
+    piece = Piece(parameter, placement, parameter, 0, False, muon)
+    (tensor,) = moment_tensors([piece])
+    assert tensor.key == "optimizer.state.momentum_buffer.w" and tensor.data.sum() == 12
+    set_adam_step([piece], 3)
+    assert adam_step([piece]) == 0 and "step" not in muon.state[parameter]
