@@ -215,17 +215,34 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
     assert compare(tool, tmp_path, seen, *line, **OPTIONS) == 1
 
 
-def test_the_study_that_was_run_is_valid_and_sees_eight_tokens_a_parameter(tool):
-    """Parameters of topk: the embedding; per layer two norms, attention, router and experts."""
-    raw = read_yaml(ROOT / "examples" / "studies" / "selections_short.yaml")
+def contenders_of(name: str, tool: Any) -> list[Any]:
+    raw = read_yaml(ROOT / "examples" / "studies" / name)
     design = StudyDesign.from_raw(raw.pop("study"))
     chosen = choose_contenders(design.selections, SharedFile.from_raw(raw))
     for contender in chosen:
-        tool.check_trainable(contender, 1)
+        option, values = design.balance_grid.get(contender.name, ("", ()))
+        for tried in ({}, *({option: value} for value in values)):
+            tool.check_trainable(contender.with_options(tried), 1)
         grid_of(contender, design.lr_grid)
-    d, config = 64, chosen[0].config
-    experts = config.num_experts * 3 * d * config.expert_width
-    layer = 2 * d + d * (d + 2 * d // 2) + d * d + config.num_experts * d + experts
-    assert config.data.vocab_size * d + 2 * layer + d == 312_640
+    return chosen
+
+
+def parameters(config: Any, experts: int) -> int:
+    """Of topk: the embedding; per layer two norms, attention, router and so many experts."""
+    d = config.model.hidden_size
+    layer = 2 * d + d * (d + 2 * d // 2) + d * d + config.num_experts * d
+    layer += experts * 3 * d * config.expert_width
+    return config.data.vocab_size * d + config.model.num_layers * layer + d
+
+
+def test_the_short_study_is_valid_and_sees_eight_tokens_a_parameter(tool):
+    config = contenders_of("selections_short.yaml", tool)[0].config
+    assert parameters(config, config.num_experts) == 312_640
     tokens = config.training.train_iters * 16 * 256
     assert 8 * 312_640 <= tokens < 8.05 * 312_640
+
+
+def test_the_study_on_language_is_valid_and_sees_sixty_bytes_an_active_parameter(tool):
+    config = contenders_of("selections_language.yaml", tool)[0].config
+    tokens = config.training.train_iters * 16 * 256
+    assert 60 * parameters(config, 2) < tokens
