@@ -43,7 +43,11 @@ def main() -> None:
     for pilot, losses in runs.items():
         values = list(losses.values())
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
-        print(f"{pilot:12} {len(values)} runs, mean {statistics.fmean(values):.4f}, sd {spread}")
+        print(f"{pilot}: {len(values)} runs, mean {statistics.fmean(values):.4f}, sd {spread}")
+    aoe, topk = runs["aoe, bytes, std 0.1"], runs["bytes, std 0.1"]
+    pairs = [aoe[seed] - topk[seed] for seed in sorted(aoe.keys() & topk.keys())]
+    told = ", ".join(f"{pair:+.4f}" for pair in pairs)
+    print(f"aoe minus topk: {told}; sd {statistics.stdev(pairs):.4f}")
     for deviation in (0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.08):
         pairs = seeds_for_equivalence(deviation)
         least = [f"{least_difference(deviation, n, 10):.4f}" for n in (10, 15, 20)]
