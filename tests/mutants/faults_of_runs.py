@@ -348,4 +348,11 @@ FAULTS_OF_RUNS = [
         "        if True:\n",
         ("tests/training/test_step_graph.py",),
     ),
+    Fault(
+        "the compared runs of a study forget the balancing that was tuned",
+        "moe_parallel/analysis/study/folder.py",
+        "sweep.best) | tried",
+        "sweep.best)",
+        ("tests/tools/study/test_learning_rate_sweep.py",),
+    ),
 ]

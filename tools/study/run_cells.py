@@ -72,8 +72,9 @@ class Schedule:
     """The runs that a command asks for, as they become known.
 
     A contender's further run is known when its grid is finished, those of balance-grid after it,
-    and its compared runs when its pilot runs have decided their options. `seeds`: those of the compared runs, by contender.
-    `stages`: those of STAGES to train. `part`: None, or the share of each stage.
+    and its compared runs when its pilot runs have decided their options. `seeds`: those of the
+    compared runs, by contender. `stages`: those of STAGES to train. `part`: None, or the share of
+    each stage.
     """
 
     def __init__(

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.analysis.study.folder import Cell, StudyFolder
-from tests.tools.study.fake_runs import FakeRuns, compare, evaluation, finish, write
+from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
+from moe_parallel.analysis.study.design import StudyDesign
+from moe_parallel.analysis.study.folder import Cell, StudyFolder, grid_of
+from moe_parallel.config import read_yaml
+from tests.tools.study.fake_runs import ROOT, FakeRuns, compare, evaluation, finish, write
 
 SECTION = {"selections": ["topk", "aoe"], "seeds": 2, "lr-grid": ["1/3", 1, 3], "pilot-seed": 99}
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "min_lr": 3e-4, "study": SECTION}
@@ -210,3 +213,20 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
     line = ["--stage", "grid", "--part", "0/2"]
     seen = FakeRuns(lambda cell, stop: second(cell, stop) if cell.lr == 0.001 else by_rate(cell))
     assert compare(tool, tmp_path, seen, *line, **OPTIONS) == 1
+
+
+def test_the_study_on_language_is_valid_and_sees_sixty_bytes_an_active_parameter(tool):
+    raw = read_yaml(ROOT / "examples" / "studies" / "selections_language.yaml")
+    design = StudyDesign.from_raw(raw.pop("study"))
+    chosen = choose_contenders(design.selections, SharedFile.from_raw(raw))
+    for contender in chosen:
+        option, values = design.balance_grid.get(contender.name, ("", ()))
+        for tried in ({}, *({option: value} for value in values)):
+            tool.check_trainable(contender.with_options(tried), 1)
+        grid_of(contender, design.lr_grid)
+    config = chosen[0].config
+    d, width, k = config.model.hidden_size, config.expert_width, 2
+    # Of topk: the embedding; per layer two norms, attention, router and the chosen experts.
+    layer = 2 * d + d * (d + 2 * d // 2) + d * d + config.num_experts * d + k * 3 * d * width
+    active = config.data.vocab_size * d + config.model.num_layers * layer + d
+    assert 60 * active < config.training.train_iters * 16 * 256
