@@ -299,4 +299,18 @@ FAULTS_OF_RUNS = [
         "        if True:\n",
         ("tests/training/test_step_graph.py",),
     ),
+    Fault(
+        "the microscope labels by the cue, also where it is wrong",
+        "tools/study/microscope.py",
+        "][true_N[:, None], of_NP]",
+        "][cue_N1, of_NP]",
+        ("tests/tools/study/test_microscope.py",),
+    ),
+    Fault(
+        "the microscope forces the expert of the id",
+        "tools/study/microscope.py",
+        "batch.cues_BS if forced else",
+        "batch.ids_BS if forced else",
+        ("tests/tools/study/test_microscope.py",),
+    ),
 ]

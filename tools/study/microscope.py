@@ -2,7 +2,7 @@
 
     python tools/study/microscope.py run              # the cells of the plan that are missing
     python tools/study/microscope.py cell main/topk/1 # one cell, and the committed one
-    python tools/study/microscope.py page             # the page's tables and figures, from the cells
+    python tools/study/microscope.py page             # tables and figures, from the cells
 
 A cell is a condition, a contender and a seed. The contender is a control, the name of a system, or
 MODULE:WORD for one of your own.
@@ -14,23 +14,24 @@ F functions, C cues, V arguments, D model width, H heads, E experts, K slots.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
+import matplotlib
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from moe_parallel.analysis.run_figure import DOMAIN_COLORS
-from moe_parallel.analysis.study.measures import half_width
+from moe_parallel.analysis.run_figure import DOMAIN_COLORS, STYLE
+from moe_parallel.analysis.study.measures import LEVEL, PairedTest, half_width, holm
 from moe_parallel.balancing.controller import end_step
 from moe_parallel.config import make_config, selection_of, validate_layer
 from moe_parallel.errors import InputError
@@ -87,17 +88,21 @@ class Condition:
 
 CONDITIONS = {
     "main": Condition(),
-    "noise-0.2": Condition(noise=0.2),
     "noise-0.4": Condition(noise=0.4),
     "skew-1": Condition(skew=1.0),
     "functions-16": Condition(functions=16),
     "aux-0": Condition(aux=0.0),
-    "aux-0.1": Condition(aux=0.1),
     "aux-1": Condition(aux=1.0),
 }
 RATES, PILOT_SEED, SEEDS, SWEEP_SEEDS = (0.01, 0.02, 0.04), 0, range(1, 6), range(1, 4)
-SWEPT = ("oracle", "topk", "top_p", "aoe", "expert_choice")
+SWEPT = ("oracle", "topk", "top_p", "aoe", "expert_choice", "routing_free")
 BALANCED = ("topk", "top_p", "aoe")  # those swept that have a load-balancing loss
+CURVES = (*CONTROLS, "topk", "aoe", "expert_choice", "uoe", "relu", "lory")
+HEAD = [
+    "", "excess", "minus `topk`", "p", "", "steps to half", "information", "experts", "rate",
+]  # fmt: skip
+MEASURES = {"excess": "excess, nats an answer", "information": "information of function and expert"}
+MARGIN = 0.05  # nats an answer
 
 
 class Batch(NamedTuple):
@@ -123,9 +128,7 @@ class Task:
         joint_FC = self.frequency_F[:, None] * (told_FC + self.noise / functions)
         self.frequency_C = joint_FC.sum(0)
         images_AFVV = F.one_hot(self.maps_AFV, ARGUMENTS).double()
-        self.answers_ACVV = torch.einsum(
-            "fc,afvy->acvy", joint_FC / self.frequency_C, images_AFVV
-        )
+        self.answers_ACVV = torch.einsum("fc,afvy->acvy", joint_FC / self.frequency_C, images_AFVV)
 
     def bayes_loss(self) -> float:
         """The least possible loss, nats per answer: the entropy of the answer, given cue and
@@ -191,9 +194,10 @@ class Model(nn.Module):
             self.experts = SwiGLU(DENSE[contender])
         else:
             self.experts = self._layer(condition, contender)
-        for weight in self.parameters():
-            if weight.dim() > 1 and weight is not self.looks_HPP:
-                nn.init.normal_(weight, std=getattr(weight, "init_std", None) or STD)
+        for weight in (each for each in self.parameters() if each is not self.looks_HPP):
+            std = getattr(weight, "init_std", STD if weight.dim() > 1 else None)
+            if std is not None or weight.dim() > 1:
+                nn.init.normal_(weight, std=STD if std is None else std)
         with torch.no_grad():
             self.looks_HPP[0, :, 0] = 4
             for back in range(1, HEADS):
@@ -208,9 +212,7 @@ class Model(nn.Module):
         sizes = {"num_layers": 1, "num_attention_heads": 1, "hidden_size": WIDTH}
         sizes |= {"num_experts": EXPERTS, "moe_ffn_hidden_size": NEURONS, "train_iters": STEPS}
         sizes |= {"ffn_hidden_size": NEURONS, "seq_length": BLOCKS * PLACES}
-        config = make_config(
-            {**sizes, "init_method_std": STD, "expert_selection": name, **options}
-        )
+        config = make_config({**sizes, "init_method_std": STD, "expert_selection": name, **options})
         validate_layer(config)
         # The layer of `hash` reads ids; those that the forced controls show it are the cues.
         table_V = torch.arange(self.tokens.num_embeddings) // FORCED.get(contender, 1) % EXPERTS
@@ -304,14 +306,13 @@ def train(condition: Condition, contender: str, seed: int, rate: float) -> dict[
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (1 - step / STEPS)
     )
-    losses = []
+    answers, losses = (held_out.labels_ABS != IGNORED).sum(), []
     for step in range(STEPS + 1):
         if step % EVERY == 0:
             model.eval()
             with torch.no_grad():
                 log_p_ABSV = model(held_out).log_softmax(-1)
             model.train()
-            answers = (held_out.labels_ABS != IGNORED).sum()
             losses.append(float(-(held_out.answers_ABSV * log_p_ABSV).sum() / answers))
         if step == STEPS:
             break
@@ -323,31 +324,27 @@ def train(condition: Condition, contender: str, seed: int, rate: float) -> dict[
         optimizer.zero_grad()
         schedule.step()
         model.after_step()
-    model.eval()
-    with torch.no_grad():
-        model(held_out)
     shares_CE = model.shares(held_out)
     found: dict[str, Any] = {"excess": losses[-1] - task.bayes_loss(), "bayes": task.bayes_loss()}
     if shares_CE is not None:
         found["information"] = normalized_information(shares_CE)
-        answers = (held_out.labels_ABS[0] != IGNORED).sum()
-        found["experts"] = float(shares_CE.sum() / answers)
+        found["experts"] = float(ANSWERS * shares_CE.sum() / answers)
     found = {name: round(value, 6) for name, value in found.items()}
     return found | {"losses": [round(loss, 3) for loss in losses]}
 
 
-def plan() -> Iterator[tuple[str, str, int]]:
-    """(condition, contender, seed) of each cell; the condition of a pilot is its rate."""
+def plan() -> Iterator[str]:
+    """CONDITION/CONTENDER/SEED of each cell. A pilot's condition is its rate."""
     everyone = (*CONTROLS, *SYSTEMS)
     for rate in RATES:
-        yield from ((f"rate-{rate}", each, PILOT_SEED) for each in everyone)
+        yield from (f"rate-{rate}/{each}/{PILOT_SEED}" for each in everyone)
     for seed in SEEDS:
-        yield from (("main", each, seed) for each in everyone)
+        yield from (f"main/{each}/{seed}" for each in everyone)
     for seed in SWEEP_SEEDS:
         for name, condition in CONDITIONS.items():
+            contenders = SWEPT if condition.aux is None else BALANCED
             if name != "main":
-                contenders = SWEPT if condition.aux is None else BALANCED
-                yield from ((name, each, seed) for each in contenders)
+                yield from (f"{name}/{each}/{seed}" for each in contenders)
 
 
 Cells = dict[str, dict[str, Any]]  # by CONDITION/CONTENDER/SEED
@@ -384,31 +381,154 @@ def compute(name: str, cells: Cells) -> dict[str, Any]:
     return {"rate": rate, **train(meant, contender, int(seed), rate)}
 
 
-def run(options: argparse.Namespace) -> None:
-    cells = read_cells()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for parts in plan():
-        name = "/".join(map(str, parts))
-        if name in cells:
-            continue
-        cells[name] = compute(name, cells)
-        with (FOLDER / CELLS).open("a") as file:
-            file.write(json.dumps({"cell": name} | cells[name]) + "\n")
-        print(f"{name}: {cells[name]['excess']:.4f} nats above the least", flush=True)
+def main(arguments: list[str]) -> int:
+    tool = Tool(__file__, __doc__)
+    commands = tool.add_commands()
+    commands.add_parser("run", help="compute the cells of the plan that are missing")
+    one = commands.add_parser("cell", help="compute one cell and compare it with the committed one")
+    one.add_argument("name", metavar="CONDITION/CONTENDER/SEED", help="for example main/topk/1")
+    commands.add_parser("page", help="write the page's tables and figures from the cells")
+    return tool.run(arguments, lambda given: _WORK[given.command](given, read_cells()))
 
 
-def cell(options: argparse.Namespace) -> int:
-    cells = read_cells()
-    found = compute(options.name, cells)
+def _run(given: argparse.Namespace, cells: Cells) -> None:
+    for name in plan():
+        if name not in cells:
+            cells[name] = compute(name, cells)
+            with (FOLDER / CELLS).open("a") as file:
+                file.write(json.dumps({"cell": name} | cells[name]) + "\n")
+            print(f"{name}: excess {cells[name]['excess']:.4f}", flush=True)
+
+
+def _again(given: argparse.Namespace, cells: Cells) -> int:
+    found, before = compute(given.name, cells), cells.get(given.name)
     print(json.dumps(found))
-    if options.name not in cells:
-        return 0
-    is_equal = found == cells[options.name]
-    print("equal to" if is_equal else f"differs from {json.dumps(cells[options.name])} of", CELLS)
-    return 0 if is_equal else 1
+    if before is not None:
+        print(f"{CELLS}: {'the same' if found == before else json.dumps(before)}")
+    return int(before not in (None, found))
+
+
+def _write_page(given: argparse.Namespace, cells: Cells) -> None:
+    if missing := [name for name in plan() if name not in cells]:
+        raise InputError(f"{CELLS} lacks {missing[0]} and others: start the command run first")
+    text = (FOLDER / PAGE).read_text()
+    for name, table in tables(cells).items():
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        text = before + mark + table + rest[rest.index(f"<!-- end of {name} -->") :]
+    (FOLDER / PAGE).write_text(text)
+    with matplotlib.rc_context(STYLE):
+        for name, figure in figures(cells).items():
+            figure.savefig(FOLDER / f"{name}.png", dpi=100)
+
+
+_WORK = {"run": _run, "cell": _again, "page": _write_page}
+
+
+def values(
+    cells: Cells,
+    contender: str,
+    measure: str,
+    condition: str = "main",
+    seeds: Iterable[int] = SEEDS,
+) -> list[Any]:
+    """A measure of a contender's cells, by seed; [] if it has none."""
+    found = [cells.get(f"{condition}/{contender}/{seed}", {}).get(measure) for seed in seeds]
+    return [] if None in found else found
+
+
+def by_excess(cells: Cells) -> list[str]:
+    return sorted((*CONTROLS, *SYSTEMS), key=lambda each: fmean(values(cells, each, "excess")))
+
+
+def steps_to_half(losses: Sequence[float]) -> float:
+    """The steps until the loss is half of ln 24, that of a guess; between two measurements by the
+    straight line."""
+    half = math.log(ARGUMENTS) / 2
+    later = next((place for place, loss in enumerate(losses) if loss <= half), None)
+    if not later:
+        return math.inf
+    before, after = losses[later - 1 : later + 1]
+    return EVERY * (later - (half - after) / (before - after))
+
+
+def tables(cells: Cells) -> dict[str, str]:
+    """The page's tables in Markdown, by name."""
+
+    def interval(found: list[float], digits: int) -> str:
+        half = half_width(len(found), 0.95) * statistics.stdev(found)
+        return f"{fmean(found):.{digits}f} ± {half:.{digits}f}"
+
+    def table(*rows: Sequence[str]) -> str:
+        marked = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+        return "".join(f"| {' | '.join(row)} |\n" for row in marked)
+
+    reference = values(cells, "topk", "excess")
+    tests = {
+        each: PairedTest.of(
+            [x - y for x, y in zip(values(cells, each, "excess"), reference, strict=True)], MARGIN
+        )
+        for each in SYSTEMS
+        if each != "topk"
+    }
+    corrected = holm({each: test.p for each, test in tests.items()})
+    systems = [HEAD]
+    for each in by_excess(cells):
+        half = statistics.median(map(steps_to_half, values(cells, each, "losses")))
+        gap, p, verdict = "", "", ""
+        if each in tests:
+            test, p = tests[each], f"{corrected[each]:.3f}"
+            gap = f"{test.mean:+.2f} ({test.low:+.2f} to {test.high:+.2f})".replace("-", "−")
+            verdict = "worse" if test.mean > 0 else "better"
+            if max(-test.low, test.high) < MARGIN:
+                verdict = "equal"
+            elif corrected[each] >= LEVEL:
+                verdict = "not decided"
+        of_choices = [values(cells, each, measure) for measure in ("information", "experts")]
+        systems.append(
+            [f"`{each}`" if each in SYSTEMS else f"*{each}*"]
+            + [interval(values(cells, each, "excess"), 3), gap, p, verdict]
+            + [f"{half:.0f}" if half < math.inf else f"> {STEPS}"]
+            + [f"{fmean(found):.2f}" if found else "" for found in of_choices]
+            + [str(values(cells, each, "rate")[0])]
+        )
+    conditions = [["", *(f"`{each}`" for each in SWEPT)]]
+    for name in CONDITIONS:
+        row = []
+        for each in SWEPT:
+            excess = values(cells, each, "excess", name, SWEEP_SEEDS)
+            information = values(cells, each, "information", name, SWEEP_SEEDS)
+            row.append(f"{interval(excess, 2)}; {fmean(information):.2f}" if excess else "")
+        conditions.append([name, *row])
+    return {"systems": table(*systems), "conditions": table(*conditions)}
+
+
+def figures(cells: Cells) -> dict[str, Figure]:
+    """The page's figures, by name."""
+    drawn = {
+        name: Figure(figsize=size, layout="constrained")
+        for name, size in (("systems", (9, 6)), ("learning", (9, 4.5)))
+    }
+    order = by_excess(cells)[::-1]
+    for axes, measure in zip(
+        drawn["systems"].subplots(1, 2, sharey=True), ("excess", "information"), strict=True
+    ):
+        for place, each in enumerate(order):
+            found = values(cells, each, measure)
+            color = "#444444" if each in CONTROLS else DOMAIN_COLORS[0]
+            axes.plot(found, [place] * len(found), "o", color=color, alpha=0.5)
+        axes.set_yticks(range(len(order)), order)
+        axes.set(title=MEASURES[measure], xlim=(-0.03, None))
+    axes = drawn["learning"].subplots()
+    axes.axhline(math.log(Condition().functions), color="#cccccc")
+    axes.text(STEPS, math.log(Condition().functions), "ln 8: any of the functions", ha="right")
+    for place, each in enumerate(reversed([each for each in order if each in CURVES])):
+        losses = map(fmean, zip(*values(cells, each, "losses"), strict=True))
+        style = {"color": DOMAIN_COLORS[place % 6], "ls": "--" if each in CONTROLS else "-"}
+        axes.plot(range(0, STEPS + 1, EVERY), list(losses), label=each, **style)
+    axes.set(title="held-out loss, nats an answer, mean of the seeds", xlabel="step")
+    axes.legend(ncols=2)
+    return drawn
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    args = argparse.Namespace(name=sys.argv[2] if len(sys.argv) > 2 else "")
-    sys.exit({"run": run, "cell": cell}[sys.argv[1]](args))
+    sys.exit(main(sys.argv[1:]))
