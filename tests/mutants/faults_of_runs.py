@@ -355,4 +355,18 @@ FAULTS_OF_RUNS = [
         "sweep.best)",
         ("tests/tools/study/test_learning_rate_sweep.py",),
     ),
+    Fault(
+        "the microscope labels by the cue, also where it is wrong",
+        "tools/study/microscope.py",
+        "][true_N[:, None], of_NP]",
+        "][cue_N1, of_NP]",
+        ("tests/tools/study/test_microscope.py",),
+    ),
+    Fault(
+        "the microscope forces the expert of the id",
+        "tools/study/microscope.py",
+        "batch.cues_BS if forced else",
+        "batch.ids_BS if forced else",
+        ("tests/tools/study/test_microscope.py",),
+    ),
 ]
