@@ -215,33 +215,26 @@ def check_recompute(config: Config) -> None:
             raise InputError(
                 f"--recompute-modules {shown(module)} is unknown: choose from {', '.join(MODULES)}"
             )
-    layers = config.moe_layers
-    if DENSE in modules and all(layers):
-        raise InputError(
-            f"--recompute-modules {DENSE} is for dense layers, and all have experts; leave it out"
-        )
-    if EXPERTS in modules and not any(layers):
-        raise InputError(
-            f"--recompute-modules {EXPERTS} is for experts, and the model is dense; leave it out"
-        )
-    if SHARED in modules:
-        _check_shared(config, modules)
-
-
-def _check_shared(config: Config, modules: tuple[str, ...]) -> None:
-    asked = f"--recompute-modules {SHARED}"
-    if config.selection.shared_expert is None or not any(config.moe_layers):
-        raise InputError(
-            f"{asked}: there is no shared expert; set --moe-shared-expert-intermediate-size or "
-            "leave it out"
-        )
-    if config.selection.moe_shared_expert_overlap:  # type: ignore[attr-defined]
-        raise InputError(
-            f"{asked} cannot run during the dispatch as --moe-shared-expert-overlap does; leave "
-            "one of them out"
-        )
-    if EXPERTS in modules:
-        raise InputError(f"{asked}: {EXPERTS} recomputes shared experts, too; leave one out")
+    layers, selection = config.moe_layers, config.selection
+    for module, is_wrong, reason in (
+        (DENSE, all(layers), " is for dense layers, and all have experts; leave it out"),
+        (EXPERTS, not any(layers), " is for experts, and the model is dense; leave it out"),
+        (
+            SHARED,
+            selection.shared_expert is None or not any(layers),
+            ": there is no shared expert; set --moe-shared-expert-intermediate-size or leave it "
+            "out",
+        ),
+        (
+            SHARED,
+            getattr(selection, "moe_shared_expert_overlap", False),
+            " cannot run during the dispatch as --moe-shared-expert-overlap does; leave one of "
+            "them out",
+        ),
+        (SHARED, EXPERTS in modules, f": {EXPERTS} recomputes shared experts, too; leave one out"),
+    ):
+        if module in modules and is_wrong:
+            raise InputError(f"--recompute-modules {module}{reason}")
 
 
 _MODEL_PARALLEL = (
@@ -280,7 +273,7 @@ def check_cuda_graph(config: Config) -> None:
 
 def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     """The options in the way, as flags with their values, and why."""
-    training, selection = config.training, config.selection
+    training, selection, moe = config.training, config.selection, config.moe
     for name in _MODEL_PARALLEL:
         if (getattr(config.parallel, name) or 1) > 1:
             yield _told(config.parallel, name), "each GPU must hold a complete model"
@@ -288,35 +281,23 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         if getattr(config.parallel, name):
             yield _told(config.parallel, name), "the host starts these exchanges in each step"
     if training.recompute_granularity is not None:
-        yield (
-            _told(training, "recompute_granularity"),
-            "Megatron-Core reads the state of random numbers in each step",
-        )
+        reason = "Megatron-Core reads the state of random numbers in each step"
+        yield _told(training, "recompute_granularity"), reason
     if training.attention_backend in ("local", "transformer_engine"):
-        yield (
-            _told(training, "attention_backend"),
-            "it takes numbers from the host, or sets the state of random numbers, in each step",
-        )
+        reason = "it takes numbers from the host, or sets the state of random numbers, in each step"
+        yield _told(training, "attention_backend"), reason
     if training.reset_attention_mask:
         yield _told(training, "reset_attention_mask"), "the host reads where documents begin"
     if config.fp8.fp8_format is not None:
-        yield (
-            _told(config.fp8, "fp8_format"),
-            "Transformer Engine takes the numbers of rows from the host",
-        )
-    if any(config.moe_layers):
-        yield from _obstacles_of_experts(config, selection)
-
-
-def _obstacles_of_experts(config: Config, selection: Any) -> Iterator[tuple[str, str]]:
-    moe = config.moe
+        reason = "Transformer Engine takes the numbers of rows from the host"
+        yield _told(config.fp8, "fp8_format"), reason
+    if not any(config.moe_layers):
+        return
     drops = moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity
     rows_vary = selection.choices_per_token is None or selection.free_experts or drops
     if moe.moe_activation_budget is not None and rows_vary and not selection.merges:
-        yield (
-            _told(moe, "moe_activation_budget"),
-            "the host divides a number of rows that varies among parts",
-        )
+        reason = "the host divides a number of rows that varies among parts"
+        yield _told(moe, "moe_activation_budget"), reason
     if moe.moe_backend == "reference" and not selection.merges:
         yield _told(moe, "moe_backend"), "the host reads the number of rows of each expert"
     for name, reason in _OF_THE_HOST.items():

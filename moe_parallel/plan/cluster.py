@@ -103,20 +103,20 @@ class Cluster:
         return f"{counted(self.nodes, 'node')} of {self.node.name}, {counted(self.ranks, 'GPU')}"
 
 
-def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """`h100x8:64` is 64 nodes of 8 H100 GPUs. Raises InputError."""
     name, _, count = text.partition(":")
     if name not in NODES:
-        raise InputError(f"{flag} {text}: {name!r} is not known; choose from {', '.join(NODES)}")
+        raise InputError(f"--cluster {text}: {name!r} is not known; choose from {', '.join(NODES)}")
     if not (count.isascii() and count.isdecimal()) or not 1 <= int(count) <= 100_000:
         raise InputError(
-            f"{flag} {text}: the number of nodes is missing or not from 1 to 100000; write for "
+            f"--cluster {text}: the number of nodes is missing or not from 1 to 100000; write for "
             f"example {name}:8 for 8 nodes"
         )
     return Cluster(NODES[name], int(count))
 
 
-def one_node(text: str, flag: str = "--node") -> Cluster:
+def one_node(text: str) -> Cluster:
     """A known kind of node by its name, or the node that a JSON file describes.
 
     The file has the fields of `Node` and, under `efficiency`, those of `Efficiency`. Raises
@@ -130,7 +130,7 @@ def one_node(text: str, flag: str = "--node") -> Cluster:
         return Cluster(Node(**described), 1, efficiency)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{flag} {text}: it is neither one of {', '.join(NODES)} nor a file with the fields of "
+            f"--node {text}: it is neither one of {', '.join(NODES)} nor a file with the fields of "
             f"Node in moe_parallel/plan/cluster.py: {error}"
         ) from None
 

@@ -94,10 +94,6 @@ class Layout:
         return Group("tp", self.tp, 1)
 
     @property
-    def cp_group(self) -> Group:
-        return Group("cp", self.cp, self.tp)
-
-    @property
     def dp_group(self) -> Group:
         """The ranks that hold the same dense weights."""
         return Group("dp" if self.cp == 1 else "cp x dp", self.cp * self.dp, self.tp)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import Config
@@ -305,12 +305,6 @@ class Wire:
     node: float = 0.0  # to ranks of its node
     network: float = 0.0  # to other nodes
 
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(self.node + other.node, self.network + other.network)
-
-    def times(self, factor: float) -> Wire:
-        return Wire(self.node * factor, self.network * factor)
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -359,23 +353,19 @@ def messages_of_stage(model: Model, stage: int) -> list[Collective]:
         if group.size > 1 and size > (SMALL if kind == ALL_REDUCE else 0):
             found[purpose, kind, group, size] += times
 
-    for message, times in messages_of_parts(model.parts_of_stage(stage)).items():
-        group = Group("", message.ranks, message.stride)
-        purpose = _purpose(layout, message)
-        add(purpose, message.kind, group, message.size, times * layout.micro_batches)
+    parts = model.parts_of_stage(stage)
     everyone = Group("stage", layout.tp * layout.cp * layout.dp, 1)
-    for part in model.parts_of_stage(stage):
+    for part in parts:
+        for message, times in part.messages.items():
+            group, purpose = Group("", message.ranks, message.stride), _purpose(layout, message)
+            add(purpose, message.kind, group, message.size, times * layout.micro_batches)
+    for part in parts:
         for message, times in part.after_step.items():
             group = everyone if message.ranks == 0 else Group("", message.ranks, message.stride)
             add(LOADS, message.kind, group, message.size, times)
     for each in (*_pipeline(model, stage), *_gradients(model, stage)):
         add(each.purpose, each.kind, each.group, each.size, each.times)
     return [Collective(*key, times=times) for key, times in found.items()]
-
-
-def messages_of_parts(parts: Iterable[Part]) -> Counter[Message]:
-    """The messages of a micro-batch."""
-    return sum((part.messages for part in parts), Counter())
 
 
 def _purpose(layout: Layout, message: Message) -> str:

@@ -127,8 +127,8 @@ def open_tokenizer(config: Config) -> Tokenizer:
     return open_text(config).tokenizer if own is None else own
 
 
-def token_counts(samples: Any, vocab_size: int, limit: int = MOST_COUNTED) -> list[int]:
-    """The number of times that each id occurs in at most about `limit` tokens of the samples.
+def token_counts(samples: Any, vocab_size: int) -> list[int]:
+    """The number of times that each id occurs in at most about MOST_COUNTED tokens of the samples.
 
     Args:
         samples: a sequence of dicts of tensors, all of one length; `tokens` has the ids.
@@ -136,7 +136,7 @@ def token_counts(samples: Any, vocab_size: int, limit: int = MOST_COUNTED) -> li
     """
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     tokens = len(samples) * len(samples[0]["tokens"])
-    for number in range(0, len(samples), math.ceil(tokens / limit)):
+    for number in range(0, len(samples), math.ceil(tokens / MOST_COUNTED)):
         counts_V += np.bincount(samples[number]["tokens"].numpy(), minlength=vocab_size)
     return counts_V.tolist()
 

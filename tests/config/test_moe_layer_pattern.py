@@ -74,9 +74,3 @@ def test_hostile_patterns_are_refused_unexecuted(
     assert len(str(caught.value)) < 300
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
-
-
-def test_the_longest_model_can_write_its_pattern_out() -> None:
-    layers = [index % 3 == 0 for index in range(10_000)]
-    assert moe_layer_pattern(str([int(layer) for layer in layers]), 10_000) == tuple(layers)
-    assert sum(moe_layer_pattern("([0]+[1])*5000", 10_000)) == 5000

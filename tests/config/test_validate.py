@@ -269,10 +269,26 @@ OF_RANKS: list[tuple[dict[str, Any], int, str]] = [
         "--global-batch-size is 9, not a multiple of --micro-batch-size 1 x 2 .*: choose",
     ),
 ]
-#: Of each kind of option, some with a bound.
-AT_LEAST_0 = "seed lr eval_iters adam_beta1 loss_chunk_size".split()
-AT_LEAST_1 = "num_layers num_experts micro_batch_size profile_step_start aoe_wide_size".split()
-ABOVE_0 = "norm_epsilon moe_expert_capacity_factor hang_timeout adam_eps peak_tflops".split()
+AT_LEAST_0 = """
+seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_aux_loss_coeff
+moe_z_loss_coeff eval_iters loss_chunk_size
+""".split()
+AT_LEAST_1 = """
+num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size rotary_base
+max_position_embeddings make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
+tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+context_parallel_size
+expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
+train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
+cuda_graph_warmup_steps
+moe_dispatch_parts log_interval eval_interval ddp_bucket_size profile_step_start
+aoe_low_rank_size aoe_wide_size
+""".split()
+ABOVE_0 = """
+norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget
+distributed_timeout_minutes hang_timeout adam_eps
+exit_duration_in_mins machine_sample_seconds peak_tflops
+""".split()
 
 
 def flag(name: str) -> str:

@@ -8,6 +8,7 @@ A rank that pauses waits at a moment for what a test then does to the job: until
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -189,6 +190,34 @@ def slow_evaluation() -> None:
             yield batch
 
     text_loss._padded = slowly
+
+
+def poison() -> None:
+    """Make a weight of this rank NaN, as a faulty memory can."""
+    import torch  # only here: a launcher handles signals from its first second on
+
+    Path("started").touch()
+    weights = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    with torch.no_grad():
+        weights[0].fill_(torch.nan)
+
+
+def nan_in_a_step() -> None:
+    from moe_parallel.model import forward
+
+    on_call(forward, "own_documents", 2 * 2 + 1, poison)
+
+
+def nan_in_a_save() -> None:
+    from moe_parallel.training import loop
+
+    on_call(loop.Saves, "save", 2, poison)
+
+
+def nan_in_an_evaluation() -> None:
+    from moe_parallel.evaluation import text_loss
+
+    on_call(text_loss, "_padded", 1, poison)
 
 
 if __name__ == "__main__":

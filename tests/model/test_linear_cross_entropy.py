@@ -49,12 +49,22 @@ def by_definition() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
     return losses, dlogits @ w, dlogits.T @ h
 
 
-def results(group: object, first: int, count: int, chunk: int, dtype: torch.dtype) -> list:
-    """The losses and gradients of a rank that has `count` rows of W from `first` on."""
+def results(
+    rank: int,
+    ranks: int,
+    group: object,
+    chunk: int = 3,
+    dtype: torch.dtype = torch.float32,
+    *,
+    padded: bool = False,
+) -> list:
+    """The losses and gradients of a rank. `padded`: W has V more rows, whose logits are large."""
     h_TD, w_VD, labels_T, weights_T = inputs(dtype)
-    mine_VD = w_VD[first : first + count].clone().requires_grad_()
+    whole_VD = torch.cat([w_VD, 9 * w_VD]) if padded else w_VD
+    mine_VD = whole_VD.chunk(ranks)[rank].clone().requires_grad_()
     h_TD.requires_grad_()
-    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk, OPS)
+    size = [V] * padded
+    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk, OPS, *size)
     assert losses_T.dtype == torch.float32
     (FACTOR * (losses_T * weights_T).sum()).backward()
     assert h_TD.grad is not None and mine_VD.grad is not None
@@ -64,44 +74,28 @@ def results(group: object, first: int, count: int, chunk: int, dtype: torch.dtyp
 @pytest.mark.parametrize("chunk", [1, 3, T, 100])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_equals_the_definition(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
-    found = results(Alone(), 0, V, chunk, dtype)
+    found = results(0, 1, Alone(), chunk, dtype)
     for each, expected in zip(found, by_definition(), strict=True):
         numpy.testing.assert_allclose(each, expected, rtol=tolerance, atol=tolerance)
 
 
-def _half(chunk: int) -> list:
-    rank = dist.get_rank()
-    return results(dist.group.WORLD, rank * V // 2, V // 2, chunk, torch.float32)
+def _half(padded: bool) -> list:
+    return results(dist.get_rank(), 2, dist.group.WORLD, padded=padded)
 
 
 def test_a_divided_vocabulary() -> None:
     losses, dh, dw = by_definition()
-    first, second = run_distributed(2, _half, 3)
+    first, second = run_distributed(2, _half, False)
     for each in (first, second):
         numpy.testing.assert_allclose(each[0], losses, rtol=1e-5)
     numpy.testing.assert_allclose(first[1] + second[1], dh, rtol=1e-5, atol=1e-6)
     numpy.testing.assert_allclose(numpy.concatenate([first[2], second[2]]), dw, atol=1e-6)
 
 
-def _padded(rank: int, ranks: int, group: object) -> list:
-    """As `results`, for a rank's part of a W with V rows of padding, whose logits are large."""
-    h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
-    mine_VD = torch.cat([w_VD, 9 * w_VD]).chunk(ranks)[rank].clone().requires_grad_()
-    h_TD.requires_grad_()
-    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, 3, OPS, V)
-    (FACTOR * (losses_T * weights_T).sum()).backward()
-    assert h_TD.grad is not None and mine_VD.grad is not None
-    return [each.detach().double().numpy() for each in (losses_T, h_TD.grad, mine_VD.grad)]
-
-
-def _padded_in_world() -> list:
-    return _padded(dist.get_rank(), 2, dist.group.WORLD)
-
-
 def test_padding_has_no_probability() -> None:
     """On one rank; and on two, of which the second has nothing but padding."""
     losses, dh, dw = by_definition()
-    parts = [[_padded(0, 1, Alone())], run_distributed(2, _padded_in_world)]
+    parts = [[results(0, 1, Alone(), padded=True)], run_distributed(2, _half, True)]
     for ranks in parts:
         for each in ranks:
             numpy.testing.assert_allclose(each[0], losses, rtol=1e-5)
