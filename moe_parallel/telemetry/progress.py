@@ -106,7 +106,8 @@ class Progress:
         self._at = (0, 0, Phase.SET_UP, Phase.SET_UP)  # of `place`; assigned as a whole
         self.rows = 0  # that the experts of this rank received in the steps since `take`
         self._stack = [Phase.SET_UP]
-        self._marks: list[tuple[Phase, Any]] | None = None  # of the step under way
+        self._in_step = False
+        self._marks: list[tuple[Phase, Any]] | None = None  # of the step under way, if it is timed
         self._steps: list[list[tuple[Phase, Any]]] = []  # their times are not known yet
         self._times: list[dict[Phase, float]] = []
 
@@ -117,20 +118,21 @@ class Progress:
 
     def begin_step(self, iteration: int) -> None:
         """A step begins; its phases are timed until `end_step`."""
-        self._stack = [Phase.STEP]
+        self._stack, self._in_step = [Phase.STEP], True
         self._at = (iteration, 0, Phase.STEP, Phase.STEP)
         self._marks = [(Phase.STEP, self.clock.read())]
 
     def received(self, rows: int) -> None:
-        """The experts of this rank received `rows`."""
-        self.rows += rows
+        """The experts of this rank received `rows`. Outside a step nobody counts them."""
+        if self._in_step:
+            self.rows += rows
 
     def end_step(self) -> None:
         """The step is over. Does not wait for the device."""
         assert self._marks is not None
         self._change_to(Phase.LOG)
         self._steps.append(self._marks)
-        self._marks = None
+        self._marks, self._in_step = None, False
         while len(self._steps) > 1:  # the host has since waited for a later step's loss
             self._times.append(self._times_of(self._steps.pop(0)))
 

@@ -35,7 +35,9 @@ def _trained(options, path):
     run = TinyRun(Layout(), path, options=NATIVE | options)
     engine, steps = run.engine, []
     for number in range(STEPS):
+        engine.progress.begin_step(number)
         measured = run.steps(1)
+        engine.progress.end_step()
         rows = engine.progress.take()[1]
         steps.append((measured, engine.statistics.training.summaries(), rows))
         engine.statistics.training.clear()
