@@ -69,16 +69,7 @@ def _continued_twice(folder: Path, system: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    rest_in_full(
-        PLACED,
-        "topk",
-        "topk, free experts",
-        "aoe, free experts",
-        "hash",
-        "routing_free",
-        "threshold",
-        "uoe",
-    ),
+    rest_in_full(PLACED, "topk", "aoe, free experts", "hash", "threshold", "uoe"),
 )
 def test_the_same_model_in_another_order(name: str, tmp_path: Path) -> None:
     system = options(name) | OTHER.get(name, {})
