@@ -6,9 +6,10 @@ host does during the passes, it does only once, while they are recorded: a graph
 not Python.
 
 Where the number of rows of the experts varies, the record has a fixed one for each layer: MARGIN
-times the most that a micro-batch has needed so far. The device counts what each needs. If one needs
+times the most that a micro-batch has needed lately. The device counts what each needs. If one needs
 more, then before anything uses the result of the step, the state is put back, the step is launched
-without a graph, and the next step is recorded anew. So nothing is dropped.
+without a graph, and the next step is recorded anew. So nothing is dropped. If steps need less than
+half, the next one is recorded anew, too.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from moe_parallel.telemetry.statistics import RoutingTotals
 #: Runs all micro-batches of a step; returns what each reports.
 Passes = Callable[[Iterator[Batch]], list[Reported]]
 
-#: Rows of a recorded micro-batch, by the rows of the largest one so far.
-MARGIN = 1.25
+#: Rows of a recorded micro-batch, by those of the largest one; of this number, a step keeps KEPT.
+MARGIN, KEPT = 1.25, 0.9
 
 
 class StepGraph:
@@ -84,7 +85,7 @@ class StepGraph:
         self._budgets = [RowBudget(counted_2) for counted_2 in self._counted_L2]
         for layer, budget in zip(layers, self._budgets, strict=True):
             layer.row_budget = budget
-        self._most_L = [0] * len(layers)  # rows that a micro-batch has needed so far
+        self._most_L = [0.0] * len(layers)  # rows that a micro-batch needs, at most
         self._room_L: list[int] = []  # rows of the record; []: no limit
         self._state: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its copy
 
@@ -140,8 +141,11 @@ class StepGraph:
         self._counted_L2.zero_()
         had_room = all(most <= room for most, room in zip(most_L, self._room_L, strict=False))
         if had_room:  # otherwise later layers had wrong tokens
-            self._most_L = list(map(max, self._most_L, most_L))
+            before_L = self._most_L
+            self._most_L = [max(x, KEPT * y) for x, y in zip(most_L, before_L, strict=True)]
             self._progress.rows += sum(rows_L)
+            if sum(self._room_L) > 2 * MARGIN * sum(self._most_L):  # less room is faster
+                self._graph, self._room_L = None, []
         return had_room
 
     def _recorded(self) -> torch.cuda.CUDAGraph:

@@ -126,6 +126,27 @@ def test_a_step_without_room_for_its_rows_is_launched(tmp_path, name):
     assert_same(replayed, launched)
 
 
+def _recorded_again(options, path):
+    """The recordings so far in each step, if the first one has room for too many rows."""
+    with stand_in():
+        run = TinyRun(Layout(), path, options=NATIVE | options | GRAPH)
+        run.steps(GRAPH["cuda_graph_warmup_steps"])
+        graph = run.engine._passes
+        graph._most_L = [4 * most for most in graph._most_L]
+        recordings = []
+        for _ in range(10):
+            run.steps(1)
+            recordings.append(Recorded.recordings)
+        run.close()
+        return recordings
+
+
+def test_room_that_is_not_needed_is_given_up(tmp_path):
+    options = systems.options("top_p")
+    (recordings,) = run_distributed(1, _recorded_again, options, tmp_path)
+    assert recordings[:7] == [1] * 7 and recordings[-1] == 2
+
+
 def assert_same(replayed, launched):
     assert replayed[0] == launched[0]
     assert all(torch.equal(replayed[1][name], weight) for name, weight in launched[1].items())
