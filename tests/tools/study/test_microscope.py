@@ -72,6 +72,7 @@ def test_controls_divide_the_functions_as_they_are_forced(
     microscope: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(microscope, "STEPS", 1)
+    monkeypatch.setattr(microscope, "EVERY", 1)
 
     def information(contender: str, **condition: float) -> float:
         meant = microscope.Condition(**condition)
