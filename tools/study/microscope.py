@@ -370,8 +370,9 @@ def compute(name: str, cells: Cells) -> dict[str, Any]:
     if len(parts) != 3 or not parts[2].isdecimal():
         raise InputError(f"{name} is no cell: give CONDITION/CONTENDER/SEED, as main/topk/1")
     condition, contender, seed = parts
-    if condition.startswith("rate-"):
-        rate, meant = float(condition.removeprefix("rate-")), Condition()
+    pilots = {f"rate-{rate}": rate for rate in RATES}
+    if condition in pilots:
+        rate, meant = pilots[condition], Condition()
     elif condition in CONDITIONS:
         rate, meant = best_rate(cells, contender), CONDITIONS[condition]
     else:
