@@ -97,12 +97,10 @@ CONDITIONS = {
 RATES, PILOT_SEED, SEEDS, SWEEP_SEEDS = (0.01, 0.02, 0.04), 0, range(1, 6), range(1, 4)
 SWEPT = ("oracle", "topk", "top_p", "aoe", "expert_choice", "routing_free")
 BALANCED = ("topk", "top_p", "aoe")  # those swept that have a load-balancing loss
-CURVES = (*CONTROLS, "topk", "aoe", "expert_choice", "uoe", "relu", "lory")
-HEAD = [
-    "", "excess", "minus `topk`", "p", "", "steps to half", "information", "experts", "rate",
-]  # fmt: skip
+CURVES = ("topk", "aoe", "expert_choice", "uoe", "relu", "lory", "oracle", "dense", "hash")
+HEAD = ["", "excess", "minus `topk`", "p", "", "half", "seeds", "information", "experts", "rate"]
 MEASURES = {"excess": "excess, nats an answer", "information": "information of function and expert"}
-MARGIN = 0.05  # nats an answer
+MARGIN, MOST_EXPERTS = 0.05, 2.0  # nats an answer; experts an answer of those that are compared
 
 
 class Batch(NamedTuple):
@@ -372,8 +370,9 @@ def compute(name: str, cells: Cells) -> dict[str, Any]:
     if len(parts) != 3 or not parts[2].isdecimal():
         raise InputError(f"{name} is no cell: give CONDITION/CONTENDER/SEED, as main/topk/1")
     condition, contender, seed = parts
-    if condition.startswith("rate-"):
-        rate, meant = float(condition.removeprefix("rate-")), Condition()
+    pilots = {f"rate-{rate}": rate for rate in RATES}
+    if condition in pilots:
+        rate, meant = pilots[condition], Condition()
     elif condition in CONDITIONS:
         rate, meant = best_rate(cells, contender), CONDITIONS[condition]
     else:
@@ -409,8 +408,8 @@ def _again(given: argparse.Namespace, cells: Cells) -> int:
 
 
 def _write_page(given: argparse.Namespace, cells: Cells) -> None:
-    if missing := [name for name in plan() if name not in cells]:
-        raise InputError(f"{CELLS} lacks {missing[0]} and others: start the command run first")
+    if missing := [name for name in plan() if name not in cells and name.startswith("main/")]:
+        raise InputError(f"{CELLS} lacks {missing[0]}: start the command run first")
     text = (FOLDER / PAGE).read_text()
     for name, table in tables(cells).items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
@@ -473,7 +472,8 @@ def tables(cells: Cells) -> dict[str, str]:
     corrected = holm({each: test.p for each, test in tests.items()})
     systems = [HEAD]
     for each in by_excess(cells):
-        half = statistics.median(map(steps_to_half, values(cells, each, "losses")))
+        halves = [steps_to_half(losses) for losses in values(cells, each, "losses")]
+        reached, half = sum(map(math.isfinite, halves)), statistics.median(halves)
         gap, p, verdict = "", "", ""
         if each in tests:
             test, p = tests[each], f"{corrected[each]:.3f}"
@@ -483,23 +483,26 @@ def tables(cells: Cells) -> dict[str, str]:
                 verdict = "equal"
             elif corrected[each] >= LEVEL:
                 verdict = "not decided"
+            if fmean(values(cells, each, "experts")) > MOST_EXPERTS:
+                verdict = "computes more"
         of_choices = [values(cells, each, measure) for measure in ("information", "experts")]
         systems.append(
             [f"`{each}`" if each in SYSTEMS else f"*{each}*"]
             + [interval(values(cells, each, "excess"), 3), gap, p, verdict]
-            + [f"{half:.0f}" if half < math.inf else f"> {STEPS}"]
+            + [f"{half:.0f}" if half < math.inf else f"> {STEPS}", f"{reached}"]
             + [f"{fmean(found):.2f}" if found else "" for found in of_choices]
             + [str(values(cells, each, "rate")[0])]
         )
     conditions = [["", *(f"`{each}`" for each in SWEPT)]]
     for name in CONDITIONS:
-        row = []
+        row = [name]
         for each in SWEPT:
             excess = values(cells, each, "excess", name, SWEEP_SEEDS)
             information = values(cells, each, "information", name, SWEEP_SEEDS)
             row.append(f"{interval(excess, 2)}; {fmean(information):.2f}" if excess else "")
-        conditions.append([name, *row])
-    return {"systems": table(*systems), "conditions": table(*conditions)}
+        conditions.append(row)
+    swept = table(*conditions) if any("".join(row[1:]) for row in conditions[2:]) else ""
+    return {"systems": table(*systems), "conditions": swept}
 
 
 def figures(cells: Cells) -> dict[str, Figure]:
@@ -521,9 +524,11 @@ def figures(cells: Cells) -> dict[str, Figure]:
     axes = drawn["learning"].subplots()
     axes.axhline(math.log(Condition().functions), color="#cccccc")
     axes.text(STEPS, math.log(Condition().functions), "ln 8: any of the functions", ha="right")
-    for place, each in enumerate(reversed([each for each in order if each in CURVES])):
+    for place, each in enumerate(CURVES):
         losses = map(fmean, zip(*values(cells, each, "losses"), strict=True))
-        style = {"color": DOMAIN_COLORS[place % 6], "ls": "--" if each in CONTROLS else "-"}
+        style = {"color": DOMAIN_COLORS[place % 6], "ls": "-"}
+        if each in CONTROLS:
+            style = {"color": "#444444", "ls": ("-.", ":", "--")[place % 3]}
         axes.plot(range(0, STEPS + 1, EVERY), list(losses), label=each, **style)
     axes.set(title="held-out loss, nats an answer, mean of the seeds", xlabel="step")
     axes.legend(ncols=2)
