@@ -282,12 +282,12 @@ expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_b
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
 cuda_graph_warmup_steps
 moe_dispatch_parts log_interval eval_interval ddp_bucket_size profile_step_start
-aoe_low_rank_size aoe_wide_size
+aoe_low_rank_size aoe_wide_size muon_num_ns_steps
 """.split()
 ABOVE_0 = """
 norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget
 distributed_timeout_minutes hang_timeout adam_eps
-exit_duration_in_mins machine_sample_seconds peak_tflops
+exit_duration_in_mins machine_sample_seconds peak_tflops muon_extra_scale_factor
 """.split()
 
 
