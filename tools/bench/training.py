@@ -1,4 +1,4 @@
-"""Train AoE and its MoE twin of as many parameters, in turns, and compare speed and memory.
+"""Train AoE, top-p and their MoE twin of as many parameters, in turns; compare speed and memory.
 
     python tools/bench/training.py --sizes goals --json training.json    # the 732M of the paper
     python tools/bench/training.py                                       # a look, on a CPU too
@@ -93,6 +93,10 @@ def contenders(rank: int, width: int | None = None) -> list[TwinContender]:
         TwinContender(
             "AoE, by bias, selected gradient", "aoe_732m.yaml",
             low_rank | BY_BIAS | {"aoe-gradient": "selected"}, moe_by_bias,
+        ),
+        TwinContender(
+            "top-p, 2 experts on average", "moe_732m.yaml",
+            {"expert-selection": "top_p", "moe-top-p-target-experts": "2"}, moe,
         ),
     ]  # fmt: skip
 

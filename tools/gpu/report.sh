@@ -4,9 +4,11 @@
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
 #     tools/gpu/report.sh operators [FOLDER]  their benchmark
-#     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; whole models
-#                                             against others; sanitizers
+#     tools/gpu/report.sh models [FOLDER]     AoE and top-p of 732M parameters against their twin;
+#                                             whole models against others; sanitizers
 #     tools/gpu/report.sh systems [FOLDER]    every system of examples/systems against the CPU
+#
+# A quarter of an hour is enough for `models`, and `operators` with MINUTES=5.
 #
 #   FOLDER    default: build/gpu/CARD-DATE; packed as FOLDER.tar.gz at the end
 #   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python if it exists, else python3
@@ -138,12 +140,12 @@ operators() {
 }
 
 models() {
-    # As CUDA graphs, because the host would bound AoE and its twin alike.
-    step training 240 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
+    # As CUDA graphs, because the host would bound all alike.
+    step training 290 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
         --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1 \
         --json "$folder/training.json"
     # Ours, Megatron-Core's and Hugging Face's, forward and backward.
-    step whole-models 110 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
+    step whole-models 100 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
         --json "$folder/models.json"
     if ! command -v compute-sanitizer >/dev/null; then
         echo "| sanitizers | not run: no compute-sanitizer in PATH | 0 s | | |" |
@@ -154,7 +156,7 @@ models() {
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
     some="$some or norms_and_choices"
     for tool in memcheck racecheck synccheck; do
-        step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
+        step "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
             --full -m gpu -p no:cacheprovider tests/ops -k "$some"
     done
 }
