@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from moe_parallel.analysis.run_figure import DOMAIN_COLORS, STYLE
 from moe_parallel.analysis.study.measures import LEVEL, PairedTest, half_width, holm
+from moe_parallel.analysis.study.report import markdown_table
 from moe_parallel.balancing.controller import end_step
 from moe_parallel.config import make_config, selection_of, validate_layer
 from moe_parallel.errors import InputError
@@ -457,10 +458,6 @@ def tables(cells: Cells) -> dict[str, str]:
         half = half_width(len(found), 0.95) * statistics.stdev(found)
         return f"{fmean(found):.{digits}f} ± {half:.{digits}f}"
 
-    def table(*rows: Sequence[str]) -> str:
-        marked = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-        return "".join(f"| {' | '.join(row)} |\n" for row in marked)
-
     reference = values(cells, "topk", "excess")
     tests = {
         each: PairedTest.of(
@@ -470,7 +467,7 @@ def tables(cells: Cells) -> dict[str, str]:
         if each != "topk"
     }
     corrected = holm({each: test.p for each, test in tests.items()})
-    systems = [HEAD]
+    systems = []
     for each in by_excess(cells):
         halves = [steps_to_half(losses) for losses in values(cells, each, "losses")]
         reached, half = sum(map(math.isfinite, halves)), statistics.median(halves)
@@ -493,7 +490,7 @@ def tables(cells: Cells) -> dict[str, str]:
             + [f"{fmean(found):.2f}" if found else "" for found in of_choices]
             + [str(values(cells, each, "rate")[0])]
         )
-    conditions = [["", *(f"`{each}`" for each in SWEPT)]]
+    conditions = []
     for name in CONDITIONS:
         row = [name]
         for each in SWEPT:
@@ -501,8 +498,10 @@ def tables(cells: Cells) -> dict[str, str]:
             information = values(cells, each, "information", name, SWEEP_SEEDS)
             row.append(f"{interval(excess, 2)}; {fmean(information):.2f}" if excess else "")
         conditions.append(row)
-    swept = table(*conditions) if any("".join(row[1:]) for row in conditions[2:]) else ""
-    return {"systems": table(*systems), "conditions": swept}
+    swept = ""
+    if any("".join(row[1:]) for row in conditions[1:]):
+        swept = markdown_table(["", *(f"`{each}`" for each in SWEPT)], conditions)
+    return {"systems": markdown_table(HEAD, systems), "conditions": swept}
 
 
 def figures(cells: Cells) -> dict[str, Figure]:
