@@ -86,9 +86,9 @@ _OF_FILE = (
 )
 #: What Megatron-LM's arguments have and its TransformerConfig does not: from the file, where
 #: Megatron-Core is used without Megatron-LM.
-_OF_RUN = ("seed", "train_iters")
+OF_RUN = ("seed", "train_iters")
 #: Megatron-LM takes a balancing bias with sigmoid scores only, so the file may set it without them.
-_BIAS = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
+BIAS = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
 #: Megatron-LM needs a value of these, also if the system has no such option.
 _NEEDED = ("moe_router_topk", "moe_router_load_balancing_type", "moe_router_pre_softmax")
 
@@ -126,25 +126,14 @@ def read_options(megatron: TransformerConfig) -> Config:
 
     Raises InputError for a contradiction between the two, and for what the layers do not support.
     """
-    path = os.environ.get(FILE)
-    if not path:
-        raise InputError(
-            f"{FILE} is not set: let it name a YAML file with expert-selection and the options of "
-            "that system"
-        )
-    file = read_yaml(Path(path), f"{FILE}=")
+    path, file = read_file()
     selection = make_config(file).selection
     system = {option.name for option in options(type(selection))}
     theirs = _of_megatron(megatron, system, selection.system)
-    for name in file.keys() - theirs.keys() - system - {EXPERT_SELECTION, *_OF_FILE, *_OF_RUN}:
-        raise InputError(
-            f"{FILE}={path}: {as_typed(name)} belongs to Megatron-LM's flags: remove it there"
-        )
-    for name in file.keys() & set(_BIAS):
+    for name in file.keys() & set(BIAS):
         if getattr(megatron, name) == _default(name):
             del theirs[name]
-    config = make_config(file | theirs)
-    _check_equal(make_config(theirs | file), config, file.keys() & theirs.keys(), path)
+    config = make_config(joined(path, file, theirs))
     validate_layer(config)
     _check_supported(config)
     if "train_iters" not in file | theirs:
@@ -153,6 +142,32 @@ def read_options(megatron: TransformerConfig) -> Config:
             "--train-iters gives"
         )
     return config
+
+
+def read_file() -> tuple[str, dict[str, Any]]:
+    """What MOE_PARALLEL_CONFIG names, and the options in it. Raises InputError."""
+    path = os.environ.get(FILE)
+    if not path:
+        raise InputError(
+            f"{FILE} is not set: let it name a YAML file with expert-selection and the options of "
+            "that system"
+        )
+    return path, read_yaml(Path(path), f"{FILE}=")
+
+
+def joined(path: str, file: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """The options of the file and those of Megatron-LM.
+
+    Raises InputError for an option that the file should not have, or has with another value.
+    """
+    system = {option.name for option in options(type(make_config(file).selection))}
+    for name in file.keys() - theirs.keys() - system - {EXPERT_SELECTION, *_OF_FILE, *OF_RUN}:
+        raise InputError(
+            f"{FILE}={path}: {as_typed(name)} belongs to Megatron-LM's flags: remove it there"
+        )
+    both = file | theirs
+    _check_equal(make_config(theirs | file), make_config(both), file.keys() & theirs.keys(), path)
+    return both
 
 
 def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> dict[str, Any]:
@@ -181,7 +196,7 @@ def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> di
             "--init-method-std here: leave it out"
         )
     everywhere = {name for its_options in selection_options().values() for name in its_options}
-    for name in known & everywhere - system - set(_NEEDED + _BIAS[1:]):
+    for name in known & everywhere - system - set(_NEEDED + BIAS[1:]):
         if getattr(megatron, name) not in (_default(name), None, 0):
             raise InputError(
                 f"{flag(name)} is {shown(getattr(megatron, name))}, but --expert-selection {word} "
@@ -198,7 +213,7 @@ def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> di
     arguments = _arguments()
     return theirs | {
         name: getattr(arguments, name)
-        for name in _OF_RUN
+        for name in OF_RUN
         if getattr(arguments, name, None) is not None
     }
 

@@ -17,9 +17,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, make_config
+from moe_parallel.config.config import selection_options
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import Fields
+from moe_parallel.megatron import BIAS, OF_RUN, joined, read_file
 from moe_parallel.reading import MOST_BYTES, open_regular
 from moe_parallel.systems import TopKSelection
 from moe_parallel.training.checkpoint.index import COMMON
@@ -145,8 +147,12 @@ _EXPERTS = (
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-def options_of(fields: Fields) -> dict[str, Any]:
-    """Our options, by name as in `make_config`. Raises InputError for a model that ours lacks."""
+def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any]:
+    """Our options, by name as in `make_config`. Raises InputError for a model that ours lacks.
+
+    `has_our_layers`: the model was trained with --spec moe_parallel.megatron, and the file that
+    MOE_PARALLEL_CONFIG names has its system.
+    """
     for name, (accepted, why) in _REFUSED.items():
         fields.refuse(name, accepted, why)
     for name in ("hidden_size", "num_attention_heads", "ffn_hidden_size"):
@@ -163,13 +169,7 @@ def options_of(fields: Fields) -> dict[str, Any]:
     if "num_experts" not in given:
         return options
     options |= {name: given[name] for name in _EXPERTS if name in given}
-    whole = given.get("moe_router_pre_softmax", False)
-    is_softmax = given.get("moe_router_score_function", "softmax") == "softmax"
-    if fields.integer("moe_router_topk") == 1 and is_softmax and not whole:
-        raise InputError(
-            f"{fields.file}: moe_router_topk is 1 and its probability is renormalized to 1, so its "
-            "router would not learn: it cannot be imported"
-        )
+    options["moe_layer_freq"] = str(given.get("moe_layer_freq", 1)).replace(" ", "")
     kinds = given.get("moe_router_load_balancing_type", "none")
     if not {*(kinds if isinstance(kinds, list) else [kinds])} <= {*_BALANCING, "none"}:
         raise fields.wrong("moe_router_load_balancing_type", f"of {', '.join(_BALANCING)}, none")
@@ -177,10 +177,28 @@ def options_of(fields: Fields) -> dict[str, Any]:
         options |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
     if "moe_expert_capacity_factor" in given:
         options["moe_token_drop_policy"] = given.get("moe_token_drop_policy", "probs")
-    return options | {
-        "moe_layer_freq": str(given.get("moe_layer_freq", 1)).replace(" ", ""),
-        "moe_router_pre_softmax": whole and is_softmax,
-    }
+    if has_our_layers:
+        return _with_system(options, given)
+    whole = given.get("moe_router_pre_softmax", False)
+    is_softmax = given.get("moe_router_score_function", "softmax") == "softmax"
+    if fields.integer("moe_router_topk") == 1 and is_softmax and not whole:
+        raise InputError(
+            f"{fields.file}: moe_router_topk is 1 and its probability is renormalized to 1, so its "
+            "router would not learn: it cannot be imported"
+        )
+    return options | {"moe_router_pre_softmax": whole and is_softmax}
+
+
+def _with_system(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """With the options of the file, and those of Megatron-LM that the file's system has, too."""
+    path, file = read_file()
+    system = type(make_config(file).selection).system
+    by_system = selection_options()
+    foreign = set[str]().union(*by_system.values()) - by_system[system].keys()
+    theirs = options | {name: given[name] for name in by_system[system] if name in given}
+    left_out = foreign | (file.keys() & set(BIAS))  # Megatron-LM has a bias with sigmoid alone
+    both = joined(path, file, {n: value for n, value in theirs.items() if n not in left_out})
+    return {name: value for name, value in both.items() if name not in OF_RUN}
 
 
 def lack_of(config: Config) -> str | None:

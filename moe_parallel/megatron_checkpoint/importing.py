@@ -21,7 +21,14 @@ from moe_parallel.huggingface.importing import (
 )
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
 from moe_parallel.megatron_checkpoint.arguments import lack_of, options_of, read_arguments
-from moe_parallel.megatron_checkpoint.tensors import EMBEDDING, StoredTensors, check_files, places
+from moe_parallel.megatron_checkpoint.tensors import (
+    EMBEDDING,
+    StoredTensors,
+    check_files,
+    has_our_layers,
+    our_places,
+    places,
+)
 from moe_parallel.reading import read_word
 from moe_parallel.training.checkpoint.folder import RECORD, TRACKER, checkpoint_name
 from moe_parallel.training.checkpoint.index import TENSOR_INDEX, read_index, tensor_entries
@@ -58,19 +65,22 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
     rows = entries[EMBEDDING].size[0]
     # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
     vocabulary = {"vocab_size": rows, "make_vocab_size_divisible_by": math.gcd(rows, 128)}
-    arguments = read_arguments(checkpoint, index)
+    arguments, is_ours = read_arguments(checkpoint, index), has_our_layers(entries)
     if arguments is None:
         config = config_of(vocabulary, flags, None, rows)
     else:
-        config = config_of(options_of(arguments) | vocabulary, flags, arguments.file, rows)
-    lack = lack_of(config)
+        options = options_of(arguments, has_our_layers=is_ours)
+        config = config_of(options | vocabulary, flags, arguments.file, rows)
+    lack = None if is_ours else lack_of(config)
     if lack is not None:
         raise InputError(f"--input {checkpoint}: Megatron-LM has no {lack}: leave it out")
     fields = Fields(checkpoint, vocabulary)
+    all_places = list(our_places(config, rows) if is_ours else places(config, rows))
+    layers = ", layers of moe_parallel.megatron" if is_ours else ""
     return CheckedCheckpoint(
         checkpoint,
-        "GPTModel of Megatron-Core",
-        lambda: places(config, rows),
+        f"GPTModel of Megatron-Core{layers}",
+        lambda: iter(all_places),
         config,
         rows,
         tokenizer_of_folder(checkpoint, fields, config.data),

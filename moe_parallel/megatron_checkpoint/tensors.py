@@ -15,7 +15,7 @@ Shape suffixes: E experts, D model width, F width of an expert.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,6 +38,7 @@ from moe_parallel.huggingface.tensors import (
     shared,
     whole,
 )
+from moe_parallel.model.parameters import model_without_storage
 from moe_parallel.systems import TopKSelection
 from moe_parallel.training.checkpoint.index import (
     COMMON,
@@ -45,7 +46,9 @@ from moe_parallel.training.checkpoint.index import (
     data_files,
     tensor_entries,
 )
-from moe_parallel.training.checkpoint.tensors import read_part
+from moe_parallel.training.checkpoint.state import model_tensors
+from moe_parallel.training.checkpoint.tensors import read_part, sharded_tensors
+from moe_parallel.training.standalone import on_one_process, single_process
 
 EMBEDDING = "embedding.word_embeddings.weight"
 EXPERTS = "mlp.experts.experts."
@@ -55,6 +58,8 @@ OWN_NORMS = (
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
 )
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+#: The buffer of each layer of `moe_parallel.megatron`, the number of its steps, which is not read.
+_STEPS = re.compile(r"decoder\.layers\.(\d+\.)?steps")
 _OF_A_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 
 #: W_g above W_p of each expert, [E, 2F, D], as [E, D, 2, F]; and W_o, [E, D, F], as [E, F, D].
@@ -76,6 +81,20 @@ def places(config: Config, rows: int) -> Iterator[TensorPlace]:
         else:
             yield from map(_named, dense_places(config, layer))
     yield from map(_named, head_places(config, rows))
+
+
+def has_our_layers(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint is of a model with --spec moe_parallel.megatron."""
+    return any(map(_STEPS.fullmatch, keys))
+
+
+def our_places(config: Config, rows: int) -> list[TensorPlace]:
+    """The tensors of a model with such layers, whose names are those of our program."""
+    alone = on_one_process(config)
+    with single_process(alone) as groups:
+        tensors = sharded_tensors(model_tensors(model_without_storage(alone, rows, groups)))
+    sizes = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+    return [same(key, key, *size) for key, size in sizes.items()]
 
 
 def _named(place: TensorPlace) -> TensorPlace:
@@ -185,7 +204,7 @@ class StoredTensors:
                     f"is {list(shape)}: the tensors are of another one"
                 )
         for key in self._entries:
-            if key not in self._used and not _OPTIMIZER.match(key):
+            if key not in self._used and not (_OPTIMIZER.match(key) or _STEPS.fullmatch(key)):
                 raise InputError(
                     f"--input {self.folder}: {key[:200]} is a tensor that the model of these sizes "
                     "does not have: import a dense or top-k GPT"

@@ -45,7 +45,7 @@ def count_parameters(
             training.
     """
     assert groups.etp_ep.size() == groups.tp.size() == groups.pp.size() == 1
-    (model,) = _without_storage(config, vocab_size, groups)
+    (model,) = model_without_storage(config, vocab_size, groups)
     total = _size(model.parameters())
     layers = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
     chosen = experts_per_token or config.selection.mean_choices
@@ -80,7 +80,7 @@ def sizes_of_parts(config: Config, vocab_size: int, groups: Groups) -> dict[str,
             num_layers_per_virtual_pipeline_stage=None,
         ),
     )
-    (model,) = _without_storage(small, vocab_size, replace(groups, pp=groups_of_one().pp))
+    (model,) = model_without_storage(small, vocab_size, replace(groups, pp=groups_of_one().pp))
     names = ["moe layer" if is_moe else "dense layer" for is_moe in kinds]
     counts: dict[str, Counter[str]] = {each: Counter() for each in (*names, "embedding", "head")}
     for name, weight in model.named_parameters():
@@ -98,7 +98,8 @@ def sizes_of_parts(config: Config, vocab_size: int, groups: Groups) -> dict[str,
     }
 
 
-def _without_storage(config: Config, vocab_size: int, groups: Groups) -> list[GPTModel]:
+def model_without_storage(config: Config, vocab_size: int, groups: Groups) -> list[GPTModel]:
+    """The chunks of the model, with tensors on meta."""
     meta = torch.device("meta")
     statistics = RoutingStatistics(config.model.num_layers, config.moe.num_experts or 1, meta)
     with NamedDevicesAreMeta(), meta, without_random_states():
