@@ -14,7 +14,7 @@ namespace moe_parallel {
 namespace {
 
 // Only called on the CPU: on CUDA, the check would have to wait for the device. There, a choice
-// beyond the experts or the rows is left out.
+// beyond the experts or the rows is left out, as are those beyond the rows with max_rows.
 void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int64_t> limit) {
   TORCH_CHECK_VALUE(elsewhere == 0, "an expert was chosen beyond the ", chosen.size(0),
                     " experts there are");
@@ -41,7 +41,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
   if (experts.is_cpu()) {
     const auto chosen = chunk_counts.slice(0, 0, num_experts).sum(1);
     const int64_t counted = chunk_counts.sum().item<int64_t>();
-    check_counts(chosen, choices - counted, pad_rows_per_expert);
+    check_counts(chosen, choices - counted, max_rows ? std::nullopt : pad_rows_per_expert);
     const int64_t named = chosen.sum().item<int64_t>();
     TORCH_CHECK_VALUE(!num_rows || named == *num_rows, "num_rows is ", num_rows.value_or(0),
                       ", but ", named, " choices name an expert");

@@ -35,7 +35,8 @@ void run_on_cpu(const PlaceChoices& task) {
     const int64_t expert = task.experts[choice];
     if (expert < 0) continue;
     const int64_t row = next_row[expert * task.chunks + choice / task.chunk_size]++;
-    if (row >= task.num_rows) continue;
+    const bool is_padded = task.pad_rows_per_expert >= 0;
+    if (row >= (is_padded ? (expert + 1) * task.pad_rows_per_expert : task.num_rows)) continue;
     task.slots[row] = choice;
     task.rows[choice] = row;
   }

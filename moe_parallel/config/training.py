@@ -239,7 +239,7 @@ def check_recompute(config: Config) -> None:
 
 _MODEL_PARALLEL = (
     "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "expert_tensor_parallel_size",
 )  # fmt: skip
 
 #: Options of systems with which the host takes part in each step.
@@ -276,7 +276,7 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     training, selection, moe = config.training, config.selection, config.moe
     for name in _MODEL_PARALLEL:
         if (getattr(config.parallel, name) or 1) > 1:
-            yield _told(config.parallel, name), "each GPU must hold a complete model"
+            yield _told(config.parallel, name), "each GPU must hold all layers and whole matrices"
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if getattr(config.parallel, name):
             yield _told(config.parallel, name), "the host starts these exchanges in each step"
@@ -293,6 +293,9 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield _told(config.fp8, "fp8_format"), reason
     if not any(config.moe_layers):
         return
+    if config.parallel.moe_dispatch_parts > 1:
+        reason = "streams beside the recorded one have not been tried"
+        yield _told(config.parallel, "moe_dispatch_parts"), reason
     drops = moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity
     rows_vary = selection.choices_per_token is None or selection.free_experts or drops
     if moe.moe_activation_budget is not None and rows_vary and not selection.merges:

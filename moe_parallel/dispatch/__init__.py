@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher
-from moe_parallel.dispatch.dispatched import Dispatched, Dispatcher, LocalDispatcher
+from moe_parallel.dispatch.dispatched import Dispatched, Dispatcher, LocalDispatcher, RowBudget
 from moe_parallel.dispatch.in_parts import AllToAllInParts
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
@@ -34,5 +34,6 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "LocalDispatcher",
+    "RowBudget",
     "build_dispatcher",
 ]

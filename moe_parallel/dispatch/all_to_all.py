@@ -21,12 +21,13 @@ received, W elements of a packed row, C = 2 counts: rows, and choices in them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from moe_parallel.dispatch.dispatched import Dispatched
+from moe_parallel.dispatch.dispatched import Dispatched, RowBudget
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.ops.packed_rows import places_of, unpack_rows
 from moe_parallel.selection.choices import Choices
@@ -40,7 +41,7 @@ class AllToAllRoute:
     row_map: RowMap  # the rows of this rank's own tokens, as they are sent
     sent_R: list[int]  # rows sent to each rank
     received_R: list[int]  # rows received from each rank
-    choices: int  # in the rows received
+    choices: int  # in the rows received, if the host knows
 
 
 class AllToAllDispatcher:
@@ -80,31 +81,47 @@ class AllToAllDispatcher:
         assert self.experts_there * self.destinations == num_experts * expert_shards
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+        self,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+        budget: RowBudget | None = None,
     ) -> Dispatched[AllToAllRoute]:
-        packed_NW, (route,) = self._pack(x_TD, choices, pad_rows_per_expert)
+        packed_NW, (route,) = self._pack(x_TD, choices, pad_rows_per_expert, budget)
         packed_MW = self._exchange(packed_NW, route.received_R, route.sent_R)
         wire_bytes = self._wire_bytes(route, row_bytes(packed_NW), row_bytes(x_TD))
-        return self._arrived(packed_MW, x_TD, choices, pad_rows_per_expert, route, wire_bytes)
+        return self._arrived(
+            packed_MW, x_TD, choices, pad_rows_per_expert, route, wire_bytes, budget
+        )
 
     def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         y_ND = self._exchange(y_MD, route.sent_R, route.received_R)
         return self.ops.unpermute(y_ND, route.row_map)
 
     def _pack(
-        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+        self,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+        budget: RowBudget | None = None,
     ) -> tuple[torch.Tensor, list[AllToAllRoute]]:
         """The rows of all parts as they are sent, and the route of each part."""
         numbers_TJ = self._numbers(choices.experts_TK)
         visited_TJ, sent_DC = self.ops.visits(numbers_TJ, self.experts_there, self.destinations)
-        padded = None
+        padded = most = None
         if pad_rows_per_expert is not None:
             padded = min(len(x_TD), self.experts_there * pad_rows_per_expert)
             sent_DC[:, 0] = padded
-        received_DC = self._exchange_counts(sent_DC)
-        sizes = self.ops.read_sizes(torch.stack([sent_DC, received_DC]), len(x_TD), padded)
+        elif budget is not None:
+            padded = most = budget.of_messages(sent_DC[:, 0], len(x_TD))
+        sizes: list[Any]
+        if budget is not None and budget.is_fixed:  # the same on all ranks
+            sizes = [[(padded, 0)] * self.destinations] * 2
+        else:
+            received_DC = self._exchange_counts(sent_DC)
+            sizes = self.ops.read_sizes(torch.stack([sent_DC, received_DC]), len(x_TD), padded)
         rows = None if padded is not None else sum(of_rows for of_rows, _ in sizes[0])
-        row_map = self.ops.routing_map(visited_TJ, self.destinations, padded, rows)
+        row_map = self.ops.routing_map(visited_TJ, self.destinations, padded, rows, most)
         packed_NW = self.ops.pack_rows(
             x_TD, choices.probs_TK, numbers_TJ, row_map, self.experts_there
         )
@@ -141,14 +158,21 @@ class AllToAllDispatcher:
         pad_rows_per_expert: int | None,
         route: AllToAllRoute,
         wire_bytes: int,
+        budget: RowBudget | None = None,
     ) -> Dispatched[AllToAllRoute]:
         """What the experts here compute with."""
         places = places_of(choices.experts_TK.shape[1], self.experts_there)
         x_MD, experts_MP, probs_MP = unpack_rows(packed_MW, x_TD.shape[1], places)
         count: int | None = route.choices
+        most = None
         if pad_rows_per_expert is not None:
             count, pad_rows_per_expert = None, pad_rows_per_expert * self.group.size()
-        row_map = self.ops.routing_map(experts_MP, self.experts_there, pad_rows_per_expert, count)
+        elif budget is not None:
+            most = budget.of_experts(experts_MP)
+            count = None if budget.is_fixed else count
+        row_map = self.ops.routing_map(
+            experts_MP, self.experts_there, pad_rows_per_expert, count, most
+        )
         return Dispatched(x_MD, probs_MP, row_map, None, route, wire_bytes)
 
     def _exchange(

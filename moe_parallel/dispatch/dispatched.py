@@ -33,13 +33,51 @@ class Dispatched(Generic[Route]):
     norms_MJ: torch.Tensor | None = None  # of c_MJR, if the experts differentiate them
 
 
+@dataclass
+class RowBudget:
+    """Sizes of a layer that do not depend on the choices, so that nothing waits for the device.
+
+    The device counts what a step needs. Who reads it compares it with the sizes, because whatever
+    is beyond them is left out.
+    """
+
+    counted_3: torch.Tensor  # int64: rows of the experts, in all; in a micro-batch; in a message
+    rows: int | None = None  # of the experts of this rank; None: as many as there are choices
+    message: int | None = None  # rows to each rank; None: as many as visit it
+    counts_rows: bool = False  # whether the number of rows varies in the layer
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.rows is not None
+
+    @torch.no_grad()
+    def of_experts(self, experts_MJ: torch.Tensor) -> int | None:
+        """Counts the choices that the experts of this rank compute in a micro-batch, and returns
+        their rows. `experts_MJ`: below 0 for no choice."""
+        self.counts_rows = True
+        number = (experts_MJ >= 0).sum()
+        self.counted_3[0] += number
+        self.counted_3[1].clamp_(min=number)
+        return None if self.rows is None else min(self.rows, experts_MJ.numel())
+
+    @torch.no_grad()
+    def of_messages(self, rows_D: torch.Tensor, tokens: int) -> int | None:
+        """Counts the rows to each of D ranks, at most `tokens`, and returns those of a message."""
+        self.counted_3[2].clamp_(min=rows_D.max())
+        return None if self.message is None else min(self.message, tokens)
+
+
 class Dispatcher(Protocol[Route]):
     """Dispatches tokens to experts and combines the outputs. Holds no state between the two."""
 
     passes_c: bool  # whether C of the choices, and its norms, are passed to the experts
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+        self,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+        budget: RowBudget | None = None,
     ) -> Dispatched[Route]:
         """Sends this rank's tokens to their experts and returns the tokens received here.
 
@@ -48,6 +86,8 @@ class Dispatcher(Protocol[Route]):
             choices: their experts, which may be on any rank of the group.
             pad_rows_per_expert: the number of rows to which each rank pads each expert. None: no
                 padding.
+            budget: counts what is needed, and may fix the sizes. None: the host reads them where
+                it does not know them.
         """
         ...
 
@@ -78,14 +118,22 @@ class LocalDispatcher:
         self.ops = ops
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+        self,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+        budget: RowBudget | None = None,
     ) -> Dispatched[None]:
+        max_rows = choices.max_rows
+        known = (choices.number, max_rows, pad_rows_per_expert) != (None, None, None)
+        if budget is not None and not known:
+            max_rows = budget.of_experts(choices.experts_TK)
         row_map = self.ops.routing_map(
             choices.experts_TK,
             self.num_experts,
             pad_rows_per_expert,
             choices.number,
-            choices.max_rows,
+            max_rows,
         )
         return Dispatched(
             x_TD,

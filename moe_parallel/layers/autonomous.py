@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from moe_parallel.config import AutonomousSelection
-from moe_parallel.dispatch import Dispatched
+from moe_parallel.dispatch import Dispatched, LocalDispatcher
 from moe_parallel.experts.experts import (
     LowRankExperts,
     ShardedStateDict,
@@ -163,8 +163,10 @@ class AutonomousLayer(DispatchedLayer):
         else:
             rows, budget = None, self.row_budget
             if budget is not None and budget.rows is not None:
-                # A capacity drops some of these choices before they are counted.
-                is_counted = budget.counts and self.context.capacity is None
+                # A capacity drops some of these choices before they are counted, and the rows of
+                # other dispatchers are not those of this rank's tokens.
+                is_counted = self.context.capacity is None and budget.counts_rows
+                is_counted = is_counted and isinstance(self.dispatcher, LocalDispatcher)
                 rows = budget.rows if is_counted else len(x_TD) * self.num_experts
             scores = norm_topk(
                 x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen, max_rows=rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,7 +24,7 @@ from moe_parallel.balancing.load import StepLoad
 from moe_parallel.balancing.losses import LossContext, RoutingLoss
 from moe_parallel.config import Config, DispatchedSelection, FreeExperts, Selection
 from moe_parallel.config.training import EXPERTS, SHARED
-from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
+from moe_parallel.dispatch import AllToAllInParts, Dispatched, RowBudget, build_dispatcher
 from moe_parallel.errors import InputError
 from moe_parallel.experts.experts import SwiGLUExperts
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
@@ -192,12 +192,11 @@ class DispatchedLayer(ExpertLayer):
         if self.context.capacity is not None:
             kept, pad_rows_per_expert = self._limit(self.context.capacity, choices, tokens)
         computed, probs_TZ = (kept, None) if self.free is None else self.free.divided(kept)
-        known = (computed.number, computed.max_rows, pad_rows_per_expert) != (None, None, None)
-        budget = self.row_budget if routes and not known else None
-        if budget is not None:
-            computed = budget.bounded(computed)
-        y_TD, wire_bytes, rows = self._compute_dispatched(x_TD, computed, pad_rows_per_expert)
-        if routes and budget is None:
+        budget = self.row_budget if routes else None
+        y_TD, wire_bytes, rows = self._compute_dispatched(
+            x_TD, computed, pad_rows_per_expert, budget
+        )
+        if routes and (budget is None or not budget.counts_rows):
             self.context.progress.received(rows)
         totals = self.context.statistics.recipient()
         if totals is not None:
@@ -228,7 +227,11 @@ class DispatchedLayer(ExpertLayer):
         return choices if self.free is None else self.free.divided(choices)[0]
 
     def _compute_dispatched(
-        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+        self,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+        budget: RowBudget | None,
     ) -> tuple[torch.Tensor, int, int]:
         """The output of the experts, on whatever ranks they are, [T, D]; the bytes that this rank
         sends to others, and the choices that its experts compute."""
@@ -240,7 +243,7 @@ class DispatchedLayer(ExpertLayer):
             wire_bytes = departed.wire_bytes
             received = sum(route.choices for route in departed.routes_C)
         else:
-            rows = dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
+            rows = dispatcher.dispatch(x_TD, choices, pad_rows_per_expert, budget)
             y_TD = dispatcher.combine(self.compute(rows), rows.route)
             wire_bytes, received = rows.wire_bytes, len(rows.row_map.slots_N)
         if choices.output_TD is not None:
@@ -346,29 +349,6 @@ def _shared_expert(
     kind = OverlappedSharedExpert if overlaps else SharedExpert
     weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
     return kind(config, width, weighed, context.groups, context.ops, recomputes)
-
-
-@dataclass
-class RowBudget:
-    """A number of rows for the experts of a layer that does not depend on the choices.
-
-    The device counts the rows that a step needs. Who reads them compares them with `rows`, because
-    choices beyond these are left out.
-    """
-
-    counted_2: torch.Tensor  # int64: rows of all micro-batches, and of the one with the most
-    rows: int | None = None  # None: as many as there are choices, for which the host waits
-    counts: bool = False  # whether the number of rows varies in the layer
-
-    @torch.no_grad()
-    def bounded(self, choices: Choices) -> Choices:
-        """Counts the choices of a micro-batch, and gives them the rows."""
-        self.counts = True
-        number = choices.tokens_per_expert().sum(dtype=torch.int64)
-        self.counted_2[0] += number
-        self.counted_2[1].clamp_(min=number)
-        rows = None if self.rows is None else min(self.rows, choices.experts_TK.numel())
-        return replace(choices, max_rows=rows)
 
 
 class MicroBatches:

@@ -45,11 +45,12 @@ def routing_map(
     num_rows: the number of choices that are not -1, if the host knows it. With it, with
         pad_rows_per_expert or max_rows, the host does not wait for a count from the GPU.
     max_rows: without padding of experts, the map has exactly so many rows. Those after the last
-        expert's are padding of no expert; choices beyond them are left out.
+        expert's are padding of no expert; choices beyond them are left out. With padding, those
+        beyond the C rows of an expert are left out.
 
-    Raises ValueError if an expert is num_experts or above, if an expert has more than C choices, or
-    if num_rows is wrong. On a GPU the native operators do not check this, because that would
-    make the host wait; they leave such a choice out.
+    Raises ValueError if an expert is num_experts or above, if without max_rows an expert has more
+    than C choices, or if num_rows is wrong. On a GPU the native operators do not check this,
+    because that would make the host wait; they leave such a choice out.
     """
     chosen_S = experts_TK.flatten()
     if chosen_S.numel() > 0 and int(chosen_S.max()) >= num_experts:
@@ -65,7 +66,7 @@ def routing_map(
         counts_E = chosen_E
     else:
         counts_E = torch.full_like(chosen_E, pad_rows_per_expert)
-        if int((chosen_E - counts_E).max()) > 0:
+        if max_rows is None and int((chosen_E - counts_E).max()) > 0:
             raise ValueError(
                 f"an expert has {int(chosen_E.max())} choices, more than its {pad_rows_per_expert} "
                 "rows: drop the overflow before routing_map"
@@ -74,18 +75,21 @@ def routing_map(
     all_rows = int(counts_E.sum())
     if max_rows is not None and pad_rows_per_expert is None:
         ends_E = chosen_E.cumsum(0).clamp(max=max_rows)
-        chosen_E = counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         all_rows = max_rows
 
     # Empty slots sort after all choices and are cut off.
     sort_key_S = chosen_S.where(chosen_S >= 0, num_experts)
     by_expert_S = sort_key_S.argsort(stable=True)[: int(chosen_E.sum())]
 
-    # The i-th choice of expert e goes to the i-th row of expert e.
+    # The i-th choice of expert e goes to the i-th row of expert e, if it has so many.
     first_row_E = counts_E.cumsum(0) - counts_E
     first_choice_E = chosen_E.cumsum(0) - chosen_E
-    shift_S = (first_row_E - first_choice_E)[chosen_S[by_expert_S]]
-    row_S = torch.arange(by_expert_S.numel(), device=experts_TK.device) + shift_S
+    expert_S = chosen_S[by_expert_S]
+    place_S = torch.arange(len(expert_S), device=experts_TK.device) - first_choice_E[expert_S]
+    has_row_S = place_S < counts_E[expert_S]
+    row_S = (first_row_E[expert_S] + place_S)[has_row_S]
+    by_expert_S = by_expert_S[has_row_S]
 
     slots_N = chosen_S.new_full((all_rows,), -1)
     slots_N[row_S] = by_expert_S

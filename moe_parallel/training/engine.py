@@ -161,7 +161,7 @@ class Engine:
         )
         if not config.uses_cuda_graph:
             return passes
-        # Messages between ranks stay outside the graph.
+        # Sums of gradients stay outside the graph.
         get_model_config(self.chunks[0]).finalize_model_grads_func = None
         return StepGraph(
             passes,
@@ -170,6 +170,7 @@ class Engine:
             self.chunks,
             self.num_micro_batches,
             config.cuda_graph_warmup_steps,
+            self.groups.etp_ep,
             self.statistics.training,
             self.progress,
             self.device,

@@ -6,10 +6,11 @@ host does during the passes, it does only once, while they are recorded: a graph
 not Python.
 
 Where the number of rows of the experts varies, the record has a fixed one for each layer: MARGIN
-times the most that a micro-batch has needed lately. The device counts what each needs. If one needs
-more, then before anything uses the result of the step, the state is put back, the step is launched
-without a graph, and the next step is recorded anew. So nothing is dropped. If steps need less than
-half, the next one is recorded anew, too.
+times the most that a micro-batch has needed lately. With expert parallelism, messages have a fixed
+number of rows, too. The device counts what each micro-batch needs. If one needs more on any rank of
+the experts, then before anything uses the result of the step, the state is put back, the step is
+launched without a graph, and the next step is recorded anew. So nothing is dropped. If steps need
+less than half, the next one is recorded anew, too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.copies import copied_to
+from moe_parallel.dispatch import RowBudget
 from moe_parallel.errors import InputError
-from moe_parallel.layers.dispatched import DispatchedLayer, RowBudget
+from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.model.forward import Batch, Reported
 from moe_parallel.telemetry.progress import Phase, Progress
 from moe_parallel.telemetry.statistics import RoutingTotals
@@ -31,7 +33,7 @@ from moe_parallel.telemetry.statistics import RoutingTotals
 #: Runs all micro-batches of a step; returns what each reports.
 Passes = Callable[[Iterator[Batch]], list[Reported]]
 
-#: Rows of a recorded micro-batch, by those of the largest one; of this number, a step keeps KEPT.
+#: Rows of the record, by those of the largest micro-batch; of this number, a step keeps KEPT.
 MARGIN, KEPT = 1.25, 0.9
 
 
@@ -50,6 +52,7 @@ class StepGraph:
         modules: Sequence[torch.nn.Module],
         num_micro_batches: int,
         warmup_steps: int,
+        ranks: dist.ProcessGroup,
         totals: RoutingTotals,
         progress: Progress,
         device: torch.device,
@@ -62,12 +65,14 @@ class StepGraph:
             finish: called after the passes of each step, and not recorded.
             modules: passes change their buffers, besides gradients.
             warmup_steps: steps before the graph is recorded, in which libraries initialize.
+            ranks: those that exchange rows in the passes, so that they record and launch together.
             totals, progress: what the host counts for each step.
         """
         self._passes, self._restart, self._finish = passes, restart, finish
         self._modules = modules
         self._num_micro_batches = num_micro_batches
         self._warmup_left = warmup_steps
+        self._ranks = ranks
         self._totals, self._progress = totals, progress
         self._device = device
         self._inputs: list[dict[str, torch.Tensor]] = []  # the memory from which the graph reads
@@ -81,12 +86,13 @@ class StepGraph:
             for layer in module.modules()
             if isinstance(layer, DispatchedLayer)
         ]
-        self._counted_L2 = torch.zeros(len(layers), 2, dtype=torch.int64, device=device)
-        self._budgets = [RowBudget(counted_2) for counted_2 in self._counted_L2]
+        self._counted_L3 = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
+        self._budgets = [RowBudget(counted_3) for counted_3 in self._counted_L3]
         for layer, budget in zip(layers, self._budgets, strict=True):
             layer.row_budget = budget
-        self._most_L = [0.0] * len(layers)  # rows that a micro-batch needs, at most
-        self._room_L: list[int] = []  # rows of the record; []: no limit
+        # Rows of the experts, then rows of messages, of each layer.
+        self._most = [0.0] * 2 * len(layers)  # that a micro-batch needs
+        self._room: list[int] = []  # of the record; []: no limit
         self._state: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its copy
 
     def __call__(self, batches: Iterator[Batch]) -> list[Reported]:
@@ -96,7 +102,7 @@ class StepGraph:
             self._warmup_left -= 1
             self._launch()
         elif not self._replay():
-            self._graph, self._reported, self._room_L = None, [], []  # their memory is needed
+            self._graph, self._reported, self._room = None, [], []  # their memory is needed
             self._restart()
             self._launch()
         self._finish()
@@ -134,29 +140,32 @@ class StepGraph:
         return had_room
 
     def _end_counting(self) -> bool:
-        """Reads the rows that the step needed. Returns whether they had room."""
-        if not any(budget.counts for budget in self._budgets):
+        """Reads the rows that the step needed. Returns whether they had room on all ranks."""
+        if not any(budget.counts_rows for budget in self._budgets):
             return True
-        rows_L, most_L = zip(*self._counted_L2.tolist(), strict=True)
-        self._counted_L2.zero_()
-        had_room = all(most <= room for most, room in zip(most_L, self._room_L, strict=False))
+        rows_L, most_2L = self._counted_L3[:, 0].sum(), self._counted_L3[:, 1:].t().flatten()
+        if self._ranks.size() > 1:
+            dist.all_reduce(most_2L, dist.ReduceOp.MAX, group=self._ranks)
+        rows, *most = torch.cat([rows_L[None], most_2L]).tolist()
+        self._counted_L3.zero_()
+        had_room = all(x <= room for x, room in zip(most, self._room, strict=False))
         if had_room:  # otherwise later layers had wrong tokens
-            before_L = self._most_L
-            self._most_L = [max(x, KEPT * y) for x, y in zip(most_L, before_L, strict=True)]
-            self._progress.rows += sum(rows_L)
-            if sum(self._room_L) > 2 * MARGIN * sum(self._most_L):  # less room is faster
-                self._graph, self._room_L = None, []
+            self._most = [max(x, KEPT * y) for x, y in zip(most, self._most, strict=True)]
+            self._progress.rows += rows
+            if sum(self._room) > 2 * MARGIN * sum(self._most):  # less room is faster
+                self._graph, self._room = None, []
         return had_room
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
-        self._room_L = [max(1, math.ceil(MARGIN * most)) for most in self._most_L]
-        for budget, room in zip(self._budgets, self._room_L, strict=True):
-            budget.rows = room
+        self._room = [max(1, math.ceil(MARGIN * most)) for most in self._most]
+        halves = self._room[: len(self._budgets)], self._room[len(self._budgets) :]
+        for budget, rows, message in zip(self._budgets, *halves, strict=True):
+            budget.rows, budget.message = rows, message
         state = [*self._totals.on_device()]
         state += [x for module in self._modules for _, x in module.named_buffers()]
-        varies = any(budget.counts for budget in self._budgets)
+        varies = any(budget.counts_rows for budget in self._budgets)
         self._state = [(x, x.clone()) for x in state if varies]
-        numbers, rows = self._totals.numbers(), self._progress.rows
+        numbers, rows_before = self._totals.numbers(), self._progress.rows
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         try:
@@ -175,9 +184,10 @@ class StepGraph:
             for place, number in self._totals.numbers().items()
         }
         self._totals.add_numbers({place: -n for place, n in self._host_numbers.items()})
-        self._host_rows, self._progress.rows = self._progress.rows - rows, rows
+        self._host_rows = self._progress.rows - rows_before
+        self._progress.rows = rows_before
         for budget in self._budgets:
-            budget.rows = None
+            budget.rows = budget.message = None
         return graph
 
 

@@ -330,7 +330,7 @@ FAULTS_OF_RUNS = [
     Fault(
         "choices for which a graph has no rows are dropped",
         "moe_parallel/training/step_graph.py",
-        "all(most <= room for most, room in zip(most_L, self._room_L, strict=False))",
+        "all(x <= room for x, room in zip(most, self._room, strict=False))",
         "True",
         ("tests/training/test_step_graph.py",),
     ),

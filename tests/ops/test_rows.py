@@ -37,6 +37,22 @@ def test_a_map_of_a_fixed_number_of_rows(ops, device, routing: Routing, more):
     np.testing.assert_array_equal(row_map.counts_E.cpu().numpy(), np.diff(ends, prepend=0))
 
 
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_choices_beyond_the_rows_of_an_expert_are_left_out(ops, device, routing: Routing):
+    slots, rows, counts = oracle.routing_map(routing.experts, routing.num_experts)
+    pad = int(counts.max(initial=0)) * 2 // 3
+    by_expert = np.split(slots, np.cumsum(counts)[:-1]) if len(counts) else []
+    wanted = [[*its[:pad], *[-1] * max(0, pad - len(its))] for its in by_expert]
+    experts = torch.from_numpy(routing.experts).to(device)
+    row_map = ops.routing_map(experts, routing.num_experts, pad, max_rows=1)
+    found = row_map.slots_N.cpu().numpy()
+    np.testing.assert_array_equal(found, np.concatenate([[], *wanted]))
+    kept = np.full(rows.size, -1)
+    kept[found[found >= 0]] = np.flatnonzero(found >= 0)
+    np.testing.assert_array_equal(row_map.rows_TK.cpu().numpy().ravel(), kept)
+    assert row_map.counts_E.tolist() == [pad] * routing.num_experts
+
+
 def test_a_map_by_hand(ops, device):
     experts = torch.tensor([[1, 1, 0], [2, -1, 2]], device=device).t()  # a transposed tensor
     row_map = ops.routing_map(experts, 4)

@@ -38,6 +38,9 @@ class Recorded:
         with torch.no_grad():
             for func, args, kwargs, out in self.operators:
                 found = func(*args, **kwargs)
+                if func.name().startswith("c10d::"):
+                    tree_leaves(found)[-1].wait()  # and so does the kernel that uses the result
+                    continue
                 for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
                     if isinstance(old, torch.Tensor) and not _shares_memory(old, new):
                         old.copy_(new)
@@ -61,9 +64,8 @@ class _Recording(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and _memory(x) not in given:
                 self.made.add(_memory(x))
-        if not func.name().startswith("c10d::"):  # of one rank, they change nothing
-            held = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, out))
-            self.graph.operators.append((func, *held))
+        held = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, out))
+        self.graph.operators.append((func, *held))
         return out
 
     def _keep(self, x):

@@ -25,14 +25,15 @@ GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
 NATIVE = {"moe_backend": "native"}
 BF16 = {"bf16": True}
 STEPS = 6
+ALONE, EP2 = Layout(), Layout(2, ep=2)
 
 
-def _trained(options, path):
+def _trained(options, path, layout=ALONE):
     """The loss, the gradient norm and the routing of each step, and the weights at the end.
 
     Between steps the statistics are cleared, as by a log line, and one evaluation runs.
     """
-    run = TinyRun(Layout(), path, options=NATIVE | options)
+    run = TinyRun(layout, path, options=NATIVE | options)
     engine, steps = run.engine, []
     for number in range(STEPS):
         engine.progress.begin_step(number)
@@ -63,10 +64,10 @@ def _evaluate(run):
         )
 
 
-def _trained_both_ways(options, path, margin=step_graph.MARGIN):
-    launched = _trained(options, path)
+def _trained_both_ways(options, path, margin=step_graph.MARGIN, layout=ALONE):
+    launched = _trained(options, path, layout)
     with stand_in(), mock.patch.object(step_graph, "MARGIN", margin):
-        replayed = _trained(options | GRAPH, path)
+        replayed = _trained(options | GRAPH, path, layout)
         return launched, replayed, Recorded.replays, Recorded.recordings
 
 
@@ -126,13 +127,41 @@ def test_a_step_without_room_for_its_rows_is_launched(tmp_path, name):
     assert_same(replayed, launched)
 
 
+ON_TWO_RANKS = {
+    name: options
+    for name, options in TRAINED.items()
+    if name in (*VARYING, "topk, by quantiles", "topk, padded capacity", "aoe", "aoe, by bias")
+}
+
+
+@pytest.mark.parametrize("margin", [step_graph.MARGIN, 0.3], ids=["replayed", "launched"])
+@pytest.mark.parametrize("name", rest_in_full(ON_TWO_RANKS, "aoe", "top_p, a moving p"))
+def test_messages_between_ranks_are_recorded_with_a_fixed_size(tmp_path, name, margin):
+    """With room for the rows, steps are replayed. Without, all ranks launch them after all."""
+    results = run_distributed(2, _trained_both_ways, ON_TWO_RANKS[name], tmp_path, margin, EP2)
+    graphed = STEPS - GRAPH["cuda_graph_warmup_steps"]
+    has_room = margin > 1 or name == "topk, padded capacity"
+    assert len({recordings for *_, recordings in results}) == 1
+    for launched, replayed, replays, recordings in results:
+        assert replays == graphed
+        assert recordings < graphed if has_room else recordings == graphed
+        exact, padded = map(_without_bytes, (launched, replayed))
+        assert sum(padded) >= sum(exact) > 0
+        assert_same(replayed, launched)
+
+
+def _without_bytes(trained):
+    """Removes the bytes that were sent from the routing of each step, and returns them."""
+    return [layer.pop("wire_bytes_per_token") for _, layers, _ in trained[0] for layer in layers]
+
+
 def _recorded_again(options, path):
     """The recordings so far in each step, if the first one has room for too many rows."""
     with stand_in():
-        run = TinyRun(Layout(), path, options=NATIVE | options | GRAPH)
+        run = TinyRun(ALONE, path, options=NATIVE | options | GRAPH)
         run.steps(GRAPH["cuda_graph_warmup_steps"])
         graph = run.engine._passes
-        graph._most_L = [4 * most for most in graph._most_L]
+        graph._most = [4 * most for most in graph._most]
         recordings = []
         for _ in range(10):
             run.steps(1)
@@ -154,7 +183,7 @@ def assert_same(replayed, launched):
 
 REFUSED = {
     "tensor_model_parallel_size": {"tensor_model_parallel_size": 2},
-    "expert_model_parallel_size": {"expert_model_parallel_size": 2},
+    "moe_dispatch_parts": {"expert_model_parallel_size": 2, "moe_dispatch_parts": 2},
     "attention_backend": {"attention_backend": "local"},
     "fp8_format": {"fp8_format": "hybrid", "bf16": True, "hidden_size": 64, "ffn_hidden_size": 64},
     "moe_activation_budget": {"expert_selection": "top_p", "moe_activation_budget": 0.01},
@@ -174,7 +203,7 @@ def test_what_the_host_does_in_each_step_is_refused(name):
 
 def _says_on_a_cpu(path):
     with pytest.raises(InputError, match="needs a GPU, and torch sees none"):
-        TinyRun(Layout(), path, options=GRAPH)
+        TinyRun(ALONE, path, options=GRAPH)
     return True
 
 
