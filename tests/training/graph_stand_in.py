@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -37,13 +38,17 @@ class Recorded:
         Recorded.replays += 1
         with torch.no_grad():
             for func, args, kwargs, out in self.operators:
-                found = func(*args, **kwargs)
-                if func.name().startswith("c10d::"):
-                    tree_leaves(found)[-1].wait()  # and so does the kernel that uses the result
-                    continue
+                found = _done(func, func(*args, **kwargs))
                 for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
                     if isinstance(old, torch.Tensor) and not _shares_memory(old, new):
                         old.copy_(new)
+
+
+def _done(func, out):
+    """The result of an operator; a message has arrived."""
+    if func.name().startswith("c10d::"):
+        tree_leaves(out)[-1].wait()
+    return out
 
 
 class _Recording(TorchDispatchMode):
@@ -59,7 +64,7 @@ class _Recording(TorchDispatchMode):
             raise RuntimeError(f"{func.name()} is not possible during a recording")
         for x in _written(func, args, kwargs):
             self._keep(x)
-        out = func(*args, **kwargs)
+        out = _done(func, func(*args, **kwargs))
         given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and _memory(x) not in given:
@@ -84,6 +89,8 @@ def record(graph, **_):
         for owner, names in FORBIDDEN.items():
             for name in names:
                 patches.enter_context(mock.patch.object(owner, name, _refusal(name)))
+        # `_done` has waited. To wait again would copy once more what arrived during the recording.
+        patches.enter_context(mock.patch.object(dist.Work, "wait", lambda *_: True))
         recording = patches.enter_context(_Recording(graph))
         Recorded.recordings += 1
         yield

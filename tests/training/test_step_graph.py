@@ -18,7 +18,7 @@ from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
 from tests.training.graph_stand_in import Recorded, stand_in
-from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
+from tests.training.tiny_run import AOE, GATHERED, TINY, Layout, TinyRun
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
@@ -131,7 +131,7 @@ ON_TWO_RANKS = {
     name: options
     for name, options in TRAINED.items()
     if name in (*VARYING, "topk, by quantiles", "topk, padded capacity", "aoe", "aoe, by bias")
-}
+} | {"aoe, W_down gathered": GATHERED}
 
 
 @pytest.mark.parametrize("margin", [step_graph.MARGIN, 0.3], ids=["replayed", "launched"])
