@@ -195,7 +195,7 @@ def _with_system(options: dict[str, Any], given: dict[str, Any]) -> dict[str, An
     system = type(make_config(file).selection).system
     by_system = selection_options()
     foreign = set[str]().union(*by_system.values()) - by_system[system].keys()
-    theirs = options | {name: given[name] for name in by_system[system] if name in given}
+    theirs = {name: given[name] for name in by_system[system] if name in given} | options
     left_out = foreign | (file.keys() & set(BIAS))  # Megatron-LM has a bias with sigmoid alone
     both = joined(path, file, {n: value for n, value in theirs.items() if n not in left_out})
     return {name: value for name, value in both.items() if name not in OF_RUN}

@@ -20,6 +20,7 @@ from moe_parallel.huggingface.importing import (
     import_tensors,
 )
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
+from moe_parallel.megatron import FILE
 from moe_parallel.megatron_checkpoint.arguments import lack_of, options_of, read_arguments
 from moe_parallel.megatron_checkpoint.tensors import (
     EMBEDDING,
@@ -34,6 +35,7 @@ from moe_parallel.training.checkpoint.folder import RECORD, TRACKER, checkpoint_
 from moe_parallel.training.checkpoint.index import TENSOR_INDEX, read_index, tensor_entries
 
 RELEASE = "release"  # the name of a checkpoint of weights alone, in place of an iteration
+_ONLY = "import a dense or top-k GPT"
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
@@ -59,18 +61,18 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
     check_files(checkpoint, index)
     entries = tensor_entries(index)
     if EMBEDDING not in entries or len(entries[EMBEDDING].size) != 2:
-        raise InputError(
-            f"--input {checkpoint}: it has no {EMBEDDING}: import a dense or top-k GPT"
-        )
+        raise InputError(f"--input {checkpoint}: it has no {EMBEDDING}: {_ONLY}")
     rows = entries[EMBEDDING].size[0]
     # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
     vocabulary = {"vocab_size": rows, "make_vocab_size_divisible_by": math.gcd(rows, 128)}
     arguments, is_ours = read_arguments(checkpoint, index), has_our_layers(entries)
     if arguments is None:
         config = config_of(vocabulary, flags, None, rows)
+        remedy = "it has no arguments, so give the model's own flags, or --config"
     else:
         options = options_of(arguments, has_our_layers=is_ours)
         config = config_of(options | vocabulary, flags, arguments.file, rows)
+        remedy = f"let {FILE} name the file of its training" if is_ours else _ONLY
     lack = None if is_ours else lack_of(config)
     if lack is not None:
         raise InputError(f"--input {checkpoint}: Megatron-LM has no {lack}: leave it out")
@@ -84,7 +86,7 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
         config,
         rows,
         tokenizer_of_folder(checkpoint, fields, config.data),
-        StoredTensors(checkpoint, index, config),
+        StoredTensors(checkpoint, index, config, remedy),
     )
 
 
@@ -93,6 +95,14 @@ def import_checkpoint(
 ) -> Imported:
     """Write the run folder `output`, as `import_tensors` does. Raises InputError."""
     return import_tensors(plan, plan.tensors, output, advance)
+
+
+def controlled(plan: CheckedCheckpoint) -> dict[str, float]:
+    """The number that a controller of our layers had set for the next step, by its name in
+    metrics.jsonl. {}: there is no controller. Raises InputError."""
+    name = plan.config.selection.controlled
+    keys = [place.key for place in plan.places() if place.key.endswith("controller.state")]
+    return {name: float(plan.tensors.read(keys[0])[0])} if name and keys else {}
 
 
 def _checkpoint(folder: Path) -> Path:

@@ -167,10 +167,11 @@ Part = Callable[[str, int | None], torch.Tensor]
 class StoredTensors:
     """The tensors of a checkpoint, by their names with the number of the layer."""
 
-    def __init__(self, folder: Path, index: Metadata, config: Config) -> None:
-        """The checkpoint in `folder`, of a model with the sizes of `config`."""
+    def __init__(self, folder: Path, index: Metadata, config: Config, remedy: str) -> None:
+        """The checkpoint in `folder`, of a model with the sizes of `config`. `remedy`: of tensors
+        that are of another model."""
         self.folder = folder
-        self._index, self._config = index, config
+        self._index, self._config, self._remedy = index, config, remedy
         self._entries = tensor_entries(index)
         self._used: set[str] = set()
 
@@ -201,13 +202,13 @@ class StoredTensors:
             if found != shape:
                 raise InputError(
                     f"--input {self.folder}: {name} is {list(found)}, and by the model's sizes it "
-                    f"is {list(shape)}: the tensors are of another one"
+                    f"is {list(shape)}: the tensors are of another one; {self._remedy}"
                 )
         for key in self._entries:
             if key not in self._used and not (_OPTIMIZER.match(key) or _STEPS.fullmatch(key)):
                 raise InputError(
-                    f"--input {self.folder}: {key[:200]} is a tensor that the model of these sizes "
-                    "does not have: import a dense or top-k GPT"
+                    f"--input {self.folder}: {key[:200]!r} is a tensor that the model of these "
+                    f"sizes does not have: {self._remedy}"
                 )
 
     def _tensor(self, name: str, part: Part) -> torch.Tensor:
@@ -227,7 +228,7 @@ class StoredTensors:
             return torch.stack(experts)
         raise InputError(
             f"--input {self.folder}: {name} is missing, which the model of these sizes has: "
-            "import a dense or top-k GPT"
+            f"{self._remedy}"
         )
 
     def _halves(self, key: str, layer: int | None, part: Part) -> torch.Tensor | None:
@@ -244,16 +245,18 @@ class StoredTensors:
         if key not in self._used:
             places = self._index.storage_data
             stored = sum(places[MetadataIndex(key, each.offsets)].length for each in entry.chunks)
-            if not entry.properties.dtype.is_floating_point or stored < self._nbytes(key):
+            dtype = entry.properties.dtype
+            is_weight = dtype.is_floating_point and dtype.itemsize > 1  # no FP8
+            if not is_weight or stored < self._nbytes(key):
                 raise InputError(
                     f"--input {self.folder}: {key} is {list(entry.size)} of "
-                    f"{entry.properties.dtype}, and has {stored} bytes: copy the folder again"
+                    f"{dtype}, and has {stored} bytes: copy the folder again"
                 )
             self._used.add(key)
         if layer is not None and entry.size[:1] != (layers,):
             raise InputError(
                 f"--input {self.folder}: {key} is {list(entry.size)}, and the model has {layers} "
-                "layers: the tensors are of another one"
+                f"layers: the tensors are of another one; {self._remedy}"
             )
         size = entry.size if layer is None else entry.size[1:]
         return torch.empty(size, dtype=entry.properties.dtype, device="meta")

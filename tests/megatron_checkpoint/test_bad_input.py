@@ -8,6 +8,7 @@ import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def _huge(index: Metadata) -> None:
     entry.size = entry.chunks[0].sizes = torch.Size([2**50])
 
 
-def _of_integers(index: Metadata) -> None:
-    index.state_dict_metadata[NORM].properties.dtype = torch.int64
+def _of_type(dtype: torch.dtype, index: Metadata) -> None:
+    index.state_dict_metadata[NORM].properties.dtype = dtype
 
 
 def _twice(index: Metadata) -> None:
@@ -153,11 +154,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "an index that is cut": (_cut(".metadata"), ".metadata is not the index of a checkpoint"),
         "a link to an index": (_link(".metadata"), ".metadata is missing, or a link"),
         "a huge tensor": (_index(_huge), r"is \[1125899906842624\] of torch.float32, and has"),
-        "integers": (_index(_of_integers), "of torch.int64"),
+        "integers": (_index(partial(_of_type, torch.int64)), "of torch.int64"),
+        "FP8": (_index(partial(_of_type, torch.float8_e4m3fn)), "of torch.float8_e4m3fn"),
         "bytes that are used twice": (_index(_twice), ".metadata uses bytes of a file twice"),
         "one more tensor": (
             _index(lambda index: _add("embedding.position_embeddings.weight", index)),
-            "embedding.position_embeddings.weight is a tensor that the model of these sizes does",
+            "embedding.position_embeddings.weight' is a tensor that the model of these sizes does",
         ),
         "a missing tensor": (
             _index(lambda index: index.state_dict_metadata.pop(FC1)),

@@ -28,7 +28,7 @@ TOKENS = torch.arange(2 * 8).mul(7).remainder(VOCABULARY).view(2, 8)
 FEW: dict[str, Options] = {
     "aoe": systems.options("aoe"),
     "topk": systems.options("topk, sigmoid, groups, bias, shared expert")
-    | {"moe_layer_freq": "[0]+[1]*3"},
+    | {"moe_layer_freq": "[0]+[1]*3", "moe_aux_loss_coeff": 0.0},
 }
 #: `hash` is refused in Megatron-LM, and one expert a token, too.
 ALL = {
@@ -48,6 +48,8 @@ class Saving(Trainer):
     def arguments(self) -> Namespace:
         values = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
         plain = {key: value for key, value in values.items() if not callable(value)}
+        if plain["moe_aux_loss_coeff"] == 0:
+            plain["moe_router_load_balancing_type"] = "none"
         return Namespace(
             **plain,
             spec=SPEC,
@@ -140,4 +142,4 @@ def test_the_file_of_the_training_is_needed(
     refused("lr belongs to Megatron-LM's flags", good | {"lr": 0.1})
     refused(r"w_down_EDR is \[4, 32, 8\], and by the model's sizes it is \[4, 32, 16\]",
             good | {"aoe_low_rank_size": 16})  # fmt: skip
-    refused("mlp.w_router_ED is missing", {"expert_selection": "topk"})
+    refused(r"mlp.w_router_ED is missing.*MOE_PARALLEL_CONFIG", {"expert_selection": "topk"})
