@@ -55,12 +55,16 @@ def _run(own: argparse.Namespace, flags: list[str]) -> None:
 def _import(own: argparse.Namespace, flags: list[str]) -> None:
     load_torch()
     from moe_parallel.huggingface.importing import import_summary
-    from moe_parallel.megatron_checkpoint.importing import import_checkpoint, plan_import
+    from moe_parallel.megatron_checkpoint.importing import (
+        controlled,
+        import_checkpoint,
+        plan_import,
+    )
 
     plan = plan_import(Path(own.input), flags)
     with progress("import", None, "B") as advance:
         imported = import_checkpoint(plan, Path(own.output), advance)
-    for name, value in import_summary(plan, imported).items():
+    for name, value in (import_summary(plan, imported) | controlled(plan)).items():
         print(f"{name}: {value}")
     for name in imported.not_finite:
         print(f"warning: {name} has a NaN or an infinity, as in --input", file=sys.stderr)
