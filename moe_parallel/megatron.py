@@ -17,6 +17,7 @@ What a layer does besides its forward and backward pass has a place in Megatron-
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -56,6 +57,8 @@ from moe_parallel.platform.device import device
 from moe_parallel.platform.megatron import UNKNOWN_MLP, has_muon, suppress_message
 
 FILE = "MOE_PARALLEL_CONFIG"
+#: The argument with the content of the file, which Megatron-LM saves in checkpoints with its own.
+ARGUMENT = "moe_parallel_config"
 
 #: Options that a layer reads and that Megatron-LM has under the same name in its configuration.
 _SIZES = (
@@ -126,14 +129,25 @@ def read_options(megatron: TransformerConfig) -> Config:
 
     Raises InputError for a contradiction between the two, and for what the layers do not support.
     """
-    path, file = read_file()
+    path = os.environ.get(FILE)
+    if not path:
+        raise InputError(
+            f"{FILE} is not set: let it name a YAML file with expert-selection and the options of "
+            "that system"
+        )
+    file = read_yaml(Path(path), f"{FILE}=")
     selection = make_config(file).selection
     system = {option.name for option in options(type(selection))}
     theirs = _of_megatron(megatron, system, selection.system)
+    for name in file.keys() - theirs.keys() - system - {EXPERT_SELECTION, *_OF_FILE, *OF_RUN}:
+        raise InputError(
+            f"{FILE}={path}: {as_typed(name)} belongs to Megatron-LM's flags: remove it there"
+        )
     for name in file.keys() & set(BIAS):
         if getattr(megatron, name) == _default(name):
             del theirs[name]
-    config = make_config(joined(path, file, theirs))
+    config = make_config(file | theirs)
+    _check_equal(make_config(theirs | file), config, file.keys() & theirs.keys(), path)
     validate_layer(config)
     _check_supported(config)
     if "train_iters" not in file | theirs:
@@ -141,33 +155,9 @@ def read_options(megatron: TransformerConfig) -> Config:
             f"{FILE}={path}: add train-iters, the number of optimizer steps of the run, which no "
             "--train-iters gives"
         )
+    if (arguments := _arguments()) is not None:
+        setattr(arguments, ARGUMENT, json.dumps(file))
     return config
-
-
-def read_file() -> tuple[str, dict[str, Any]]:
-    """What MOE_PARALLEL_CONFIG names, and the options in it. Raises InputError."""
-    path = os.environ.get(FILE)
-    if not path:
-        raise InputError(
-            f"{FILE} is not set: let it name a YAML file with expert-selection and the options of "
-            "that system"
-        )
-    return path, read_yaml(Path(path), f"{FILE}=")
-
-
-def joined(path: str, file: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """The options of the file and those of Megatron-LM.
-
-    Raises InputError for an option that the file should not have, or has with another value.
-    """
-    system = {option.name for option in options(type(make_config(file).selection))}
-    for name in file.keys() - theirs.keys() - system - {EXPERT_SELECTION, *_OF_FILE, *OF_RUN}:
-        raise InputError(
-            f"{FILE}={path}: {as_typed(name)} belongs to Megatron-LM's flags: remove it there"
-        )
-    both = file | theirs
-    _check_equal(make_config(theirs | file), make_config(both), file.keys() & theirs.keys(), path)
-    return both
 
 
 def _of_megatron(megatron: TransformerConfig, system: set[str], word: str) -> dict[str, Any]:

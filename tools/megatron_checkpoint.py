@@ -10,9 +10,7 @@ The format is torch_dist, of dense and MoE models, by Megatron-Core 0.16 to 0.19
 carried, to the bit. They are read and written one layer at a time, and nothing of a checkpoint is
 run. The model is that of the checkpoint's own arguments; where it has none, as from other programs
 on Megatron-Core, the flags of pretrain_gpt_moe.py give the sizes. Otherwise these flags change the
-training and not the model. Of a model with --spec moe_parallel.megatron, the file that
-MOE_PARALLEL_CONFIG names has the system, as in its training. docs/megatron_checkpoints.md tells
-which models are read.
+training and not the model. docs/megatron_checkpoints.md tells which models are read.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from moe_parallel.config import Config, make_config
 from moe_parallel.config.config import selection_options
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import Fields
-from moe_parallel.megatron import BIAS, OF_RUN, joined, read_file
-from moe_parallel.reading import MOST_BYTES, open_regular
+from moe_parallel.megatron import ARGUMENT, BIAS, FILE, OF_RUN
+from moe_parallel.reading import MOST_BYTES, open_regular, parse_json
 from moe_parallel.systems import TopKSelection
 from moe_parallel.training.checkpoint.index import COMMON
 
@@ -150,8 +150,8 @@ _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any]:
     """Our options, by name as in `make_config`. Raises InputError for a model that ours lacks.
 
-    `has_our_layers`: the model was trained with --spec moe_parallel.megatron, and the file that
-    MOE_PARALLEL_CONFIG names has its system.
+    `has_our_layers`: the model was trained with --spec moe_parallel.megatron, and one of the
+    arguments has its system.
     """
     for name, (accepted, why) in _REFUSED.items():
         fields.refuse(name, accepted, why)
@@ -178,7 +178,7 @@ def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any
     if "moe_expert_capacity_factor" in given:
         options["moe_token_drop_policy"] = given.get("moe_token_drop_policy", "probs")
     if has_our_layers:
-        return _with_system(options, given)
+        return _with_system(fields, options)
     whole = given.get("moe_router_pre_softmax", False)
     is_softmax = given.get("moe_router_score_function", "softmax") == "softmax"
     if fields.integer("moe_router_topk") == 1 and is_softmax and not whole:
@@ -189,15 +189,21 @@ def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any
     return options | {"moe_router_pre_softmax": whole and is_softmax}
 
 
-def _with_system(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _with_system(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
     """With the options of the file, and those of Megatron-LM that the file's system has, too."""
-    path, file = read_file()
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    try:
+        file = parse_json(str(given.get(ARGUMENT)).encode())
+    except ValueError:
+        file = None
+    if not isinstance(file, dict):
+        raise fields.wrong(ARGUMENT, f"the content of the file of {FILE}, as JSON")
     system = type(make_config(file).selection).system
     by_system = selection_options()
     foreign = set[str]().union(*by_system.values()) - by_system[system].keys()
     theirs = {name: given[name] for name in by_system[system] if name in given} | options
     left_out = foreign | (file.keys() & set(BIAS))  # Megatron-LM has a bias with sigmoid alone
-    both = joined(path, file, {n: value for n, value in theirs.items() if n not in left_out})
+    both = file | {name: value for name, value in theirs.items() if name not in left_out}
     return {name: value for name, value in both.items() if name not in OF_RUN}
 
 

@@ -20,7 +20,6 @@ from moe_parallel.huggingface.importing import (
     import_tensors,
 )
 from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
-from moe_parallel.megatron import FILE
 from moe_parallel.megatron_checkpoint.arguments import lack_of, options_of, read_arguments
 from moe_parallel.megatron_checkpoint.tensors import (
     EMBEDDING,
@@ -72,7 +71,7 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
     else:
         options = options_of(arguments, has_our_layers=is_ours)
         config = config_of(options | vocabulary, flags, arguments.file, rows)
-        remedy = f"let {FILE} name the file of its training" if is_ours else _ONLY
+        remedy = "copy the folder again" if is_ours else _ONLY
     lack = None if is_ours else lack_of(config)
     if lack is not None:
         raise InputError(f"--input {checkpoint}: Megatron-LM has no {lack}: leave it out")

@@ -1,25 +1,31 @@
 """A model that was trained in Megatron-LM with our layers becomes a run that computes the same."""
 
+import json
+import sys
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import yaml
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.hf import MoeParallelForCausalLM
 from moe_parallel.huggingface.export import ExportOptions, export, source_of
-from moe_parallel.megatron import FILE
+from moe_parallel.huggingface.families import Fields
+from moe_parallel.megatron import ARGUMENT
+from moe_parallel.megatron_checkpoint.arguments import options_of
 from moe_parallel.megatron_checkpoint.importing import import_checkpoint, plan_import
 from moe_parallel.parallel import destroy_groups
 from tests import systems
 from tests.distributed import run_distributed
 from tests.huggingface.imported import WITHOUT_TEXT, logits_here
+from tests.megatron_checkpoint.models import ARGUMENTS
 from tests.megatron_lm import SPEC, Trainer
 from tests.model.small_gpt import SIZES, VOCABULARY, Options
 from tests.model.test_layouts import layout
@@ -39,19 +45,27 @@ ALL = {
 
 
 class Saving(Trainer):
-    """A trainer that saves Megatron-LM's arguments, too."""
+    """A trainer with Megatron-LM's arguments, which it saves."""
+
+    def __init__(self, *given: Any) -> None:
+        self.arguments = Namespace()
+        module: Any = ModuleType("megatron.training.global_vars")
+        module._GLOBAL_ARGS = self.arguments
+        with mock.patch.dict(sys.modules, {module.__name__: module}):
+            super().__init__(*given)
 
     def generate_state_dict(self, is_loading: bool) -> dict[str, Any]:
         state = super().generate_state_dict(is_loading)
-        return state if is_loading else state | {"args": self.arguments()}
+        return state if is_loading else state | {"args": self.all_arguments()}
 
-    def arguments(self) -> Namespace:
+    def all_arguments(self) -> Namespace:
         values = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
         plain = {key: value for key, value in values.items() if not callable(value)}
         if plain["moe_aux_loss_coeff"] == 0:
             plain["moe_router_load_balancing_type"] = "none"
         return Namespace(
             **plain,
+            **vars(self.arguments),
             spec=SPEC,
             num_experts=self.config.num_moe_experts,
             group_query_attention=True,
@@ -87,11 +101,10 @@ def _logits(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
     return {name: logits_here(folder, TOKENS) for name, folder in folders.items()}
 
 
-def _imported(folder: Path, names: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def _imported(folder: Path, names: Any) -> dict[str, Path]:
     runs = {}
     for name in names:
         (folder / name / "latest_checkpointed_iteration.txt").write_text("3")
-        monkeypatch.setenv(FILE, str(folder / name / "0.yaml"))
         plan = plan_import(folder / name, WITHOUT_TEXT)
         import_checkpoint(plan, folder / f"{name}-run")
         runs[name] = folder / f"{name}-run"
@@ -103,11 +116,9 @@ def _imported(folder: Path, names: Any, monkeypatch: pytest.MonkeyPatch) -> dict
     [(2, FEW), pytest.param(1, ALL, marks=pytest.mark.full)],
     ids=["two ranks", "every system"],
 )
-def test_logits_are_equal(
-    ranks: int, cases: dict[str, Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_equal(ranks: int, cases: dict[str, Options], tmp_path: Path) -> None:
     wanted = run_distributed(ranks, _train, cases, tmp_path)[0]
-    runs = _imported(tmp_path, cases, monkeypatch)
+    runs = _imported(tmp_path, cases)
     (found,) = run_distributed(1, _logits, runs)
     for name, theirs in wanted.items():
         assert theirs.std() > 0.1, f"{name}: logits near 0 would hide an error"
@@ -121,25 +132,37 @@ def test_logits_are_equal(
             torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=0, msg=name)
 
 
-def test_the_file_of_the_training_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_distributed(1, _train, {"aoe": FEW["aoe"]}, tmp_path)
-    theirs, file = tmp_path / "aoe/iter_0000003", tmp_path / "aoe/0.yaml"
-    good = yaml.safe_load(file.read_text())
+def _options(stored: object) -> dict[str, Any]:
+    text = json.dumps(stored) if isinstance(stored, dict) else stored
+    fields_of_args = Fields(Path("args"), ARGUMENTS["mixtral"] | {ARGUMENT: text})
+    return options_of(fields_of_args, has_our_layers=True)
 
-    def refused(reason: str, options: Options | None) -> None:
-        if options is not None:
-            file.write_text(yaml.dump(options))
-        with pytest.raises(InputError, match=reason):
-            import_checkpoint(plan_import(theirs, WITHOUT_TEXT), tmp_path / "run")
-        assert not (tmp_path / "run").exists()
 
-    monkeypatch.delenv(FILE, raising=False)
-    refused("MOE_PARALLEL_CONFIG is not set: let it name a YAML file", None)
-    monkeypatch.setenv(FILE, str(file))
-    refused("num-experts is 8, but Megatron-LM's --num-experts is 4", good | {"num_experts": 8})
-    refused("lr belongs to Megatron-LM's flags", good | {"lr": 0.1})
-    refused(r"w_down_EDR is \[4, 32, 8\], and by the model's sizes it is \[4, 32, 16\]",
-            good | {"aoe_low_rank_size": 16})  # fmt: skip
-    refused(r"mlp.w_router_ED is missing.*MOE_PARALLEL_CONFIG", {"expert_selection": "topk"})
+def test_megatron_lms_options_of_other_systems_are_left_out() -> None:
+    assert ARGUMENTS["mixtral"]["moe_router_score_function"] == "softmax"
+    config = make_config(_options({"expert_selection": "lory", "train_iters": 7}))
+    assert config.selection.system == "lory" and config.num_experts == 4
+    assert config.training.train_iters != 7  # it is for training
+
+
+def test_a_bias_may_be_in_the_file_alone() -> None:
+    bias = {"moe_router_enable_expert_bias": True}
+    given = {"expert_selection": "aoe", "aoe_low_rank_size": 8} | bias
+    assert _options(given) | bias == _options(given)
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        (None, "args: moe_parallel_config is None: it must be the content of the file"),
+        ("{", "args: moe_parallel_config is .*as JSON"),
+        ("[[]]", "args: moe_parallel_config is .*as JSON"),
+        (7, "args: moe_parallel_config is 7"),
+        ({"expert_selection": "my"}, "--expert-selection"),
+        ({"expert_selection": "aoe", "aoe_low_rank_size": [1]}, "--aoe-low-rank-size"),
+        ({"expert_selection": "aoe", "no_option": 1}, "no.option"),
+    ],
+)
+def test_the_system_is_checked(stored: object, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        make_config(_options(stored))
