@@ -53,7 +53,7 @@ def _count(models: dict[str, dict[str, Any]], world_size: int) -> Counts:
         groups = initialize_groups(config.parallel, config.virtual_stages)
         model_parallel_cuda_manual_seed(1)
         built = {True: 0, False: 0}
-        for chunk in parameters._without_storage(config, VOCABULARY, groups):
+        for chunk in parameters.model_without_storage(config, VOCABULARY, groups):
             for weight in chunk.parameters():
                 built[not getattr(weight, "allreduce", True)] += weight.numel()
         held = memory.parameters_of_rank(config, VOCABULARY, groups)

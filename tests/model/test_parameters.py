@@ -82,7 +82,7 @@ def count_all(
     counts: dict[str, Count] = {}
     for name, options in models.items():
         config = make_config({**options, "moe_backend": "reference"})
-        (model,) = parameters._without_storage(config, VOCABULARY, groups)
+        (model,) = parameters.model_without_storage(config, VOCABULARY, groups)
         assert {weight.device.type for weight in model.parameters()} == {"meta"}, name
         found = parameters.count_parameters(config, VOCABULARY, groups, experts_per_token)
         counts[name] = astuple(found)
