@@ -14,7 +14,7 @@ namespace moe_parallel {
 namespace {
 
 // Only called on the CPU: on CUDA, the check would have to wait for the device. There, a choice
-// beyond the experts or the rows is left out, as are those beyond the rows with max_rows.
+// beyond the experts or the rows is left out; with max_rows, one beyond the rows is here, too.
 void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int64_t> limit) {
   TORCH_CHECK_VALUE(elsewhere == 0, "an expert was chosen beyond the ", chosen.size(0),
                     " experts there are");

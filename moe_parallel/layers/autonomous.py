@@ -165,8 +165,11 @@ class AutonomousLayer(DispatchedLayer):
             if budget is not None and budget.rows is not None:
                 # A capacity drops some of these choices before they are counted, and the rows of
                 # other dispatchers are not those of this rank's tokens.
-                is_counted = self.context.capacity is None and budget.counts_rows
-                is_counted = is_counted and isinstance(self.dispatcher, LocalDispatcher)
+                is_counted = (
+                    budget.counts_rows
+                    and self.context.capacity is None
+                    and isinstance(self.dispatcher, LocalDispatcher)
+                )
                 rows = budget.rows if is_counted else len(x_TD) * self.num_experts
             scores = norm_topk(
                 x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen, max_rows=rows

@@ -178,7 +178,7 @@ def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any
     if "moe_expert_capacity_factor" in given:
         options["moe_token_drop_policy"] = given.get("moe_token_drop_policy", "probs")
     if has_our_layers:
-        return _with_system(fields, options)
+        return _with_system(fields, given, options)
     whole = given.get("moe_router_pre_softmax", False)
     is_softmax = given.get("moe_router_score_function", "softmax") == "softmax"
     if fields.integer("moe_router_topk") == 1 and is_softmax and not whole:
@@ -189,9 +189,8 @@ def options_of(fields: Fields, *, has_our_layers: bool = False) -> dict[str, Any
     return options | {"moe_router_pre_softmax": whole and is_softmax}
 
 
-def _with_system(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
+def _with_system(fields: Fields, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """With the options of the file, and those of Megatron-LM that the file's system has, too."""
-    given = {name: value for name, value in fields.values.items() if value is not None}
     try:
         file = parse_json(str(given.get(ARGUMENT)).encode())
     except ValueError:

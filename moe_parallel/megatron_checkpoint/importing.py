@@ -75,7 +75,7 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
     lack = None if is_ours else lack_of(config)
     if lack is not None:
         raise InputError(f"--input {checkpoint}: Megatron-LM has no {lack}: leave it out")
-    fields = Fields(checkpoint, vocabulary)
+    tokenizer = tokenizer_of_folder(checkpoint, Fields(checkpoint, vocabulary), config.data)
     all_places = list(our_places(config, rows) if is_ours else places(config, rows))
     layers = ", layers of moe_parallel.megatron" if is_ours else ""
     return CheckedCheckpoint(
@@ -84,7 +84,7 @@ def plan_import(folder: Path, flags: Sequence[str]) -> CheckedCheckpoint:
         lambda: iter(all_places),
         config,
         rows,
-        tokenizer_of_folder(checkpoint, fields, config.data),
+        tokenizer,
         StoredTensors(checkpoint, index, config, remedy),
     )
 

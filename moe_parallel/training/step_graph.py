@@ -90,7 +90,7 @@ class StepGraph:
         self._budgets = [RowBudget(counted_3) for counted_3 in self._counted_L3]
         for layer, budget in zip(layers, self._budgets, strict=True):
             layer.row_budget = budget
-        # Rows of the experts, then rows of messages, of each layer.
+        # Of each layer, the rows of its experts and those of a message.
         self._most = [0.0] * 2 * len(layers)  # that a micro-batch needs
         self._room: list[int] = []  # of the record; []: no limit
         self._state: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its copy
@@ -143,10 +143,11 @@ class StepGraph:
         """Reads the rows that the step needed. Returns whether they had room on all ranks."""
         if not any(budget.counts_rows for budget in self._budgets):
             return True
-        rows_L, most_2L = self._counted_L3[:, 0].sum(), self._counted_L3[:, 1:].t().flatten()
+        total_1 = self._counted_L3[:, 0].sum(0, keepdim=True)
+        most_2L = self._counted_L3[:, 1:].flatten()
         if self._ranks.size() > 1:
             dist.all_reduce(most_2L, dist.ReduceOp.MAX, group=self._ranks)
-        rows, *most = torch.cat([rows_L[None], most_2L]).tolist()
+        rows, *most = torch.cat([total_1, most_2L]).tolist()
         self._counted_L3.zero_()
         had_room = all(x <= room for x, room in zip(most, self._room, strict=False))
         if had_room:  # otherwise later layers had wrong tokens
@@ -158,8 +159,8 @@ class StepGraph:
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
         self._room = [max(1, math.ceil(MARGIN * most)) for most in self._most]
-        halves = self._room[: len(self._budgets)], self._room[len(self._budgets) :]
-        for budget, rows, message in zip(self._budgets, *halves, strict=True):
+        rooms = zip(self._budgets, self._room[::2], self._room[1::2], strict=True)
+        for budget, rows, message in rooms:
             budget.rows, budget.message = rows, message
         state = [*self._totals.on_device()]
         state += [x for module in self._modules for _, x in module.named_buffers()]
