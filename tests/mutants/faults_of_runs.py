@@ -363,6 +363,13 @@ FAULTS_OF_RUNS = [
         ("tests/tools/study/test_learning_rate_sweep.py",),
     ),
     Fault(
+        "the figure of a study's tests draws the narrower interval",
+        "moe_parallel/analysis/study/figures.py",
+        "axes.plot([each.test.low, each.test.high]",
+        "axes.plot([each.test.low_90, each.test.high_90]",
+        ("tests/analysis/study/test_report.py",),
+    ),
+    Fault(
         "the microscope labels by the cue, also where it is wrong",
         "tools/study/microscope.py",
         "][true_N[:, None], of_NP]",

@@ -28,7 +28,7 @@ from moe_parallel.analysis.run_figure import (
     load_map,
 )
 from moe_parallel.analysis.run_history import layer_numbers
-from moe_parallel.analysis.study.results import Result, StudyResults
+from moe_parallel.analysis.study.results import Comparisons, Result, StudyResults
 
 REFERENCE_COLOR = "#444444"
 BAND_ALPHA = 0.12  # light, because the bands of ten contenders may overlap
@@ -96,18 +96,22 @@ def _draw_band(
 
 
 def draw_losses(study: StudyResults) -> Figure:
-    """The losses in training and on each held-out domain and, below them, each loss minus that of
-    the first contender with the same seed: differences are small compared with the decrease."""
-    columns: list[str | None] = [None, *study.domains]
+    """The losses in training and on each held-out domain that was evaluated during it and, below
+    them, each loss minus that of the first contender with the same seed: differences are small
+    compared with the decrease."""
+    read = {d: len(study.reference.first.loss(d).tokens_R) for d in study.domains}
+    columns: list[str | None] = [None, *(domain for domain, times in read.items() if times > 1)]
     rows = 2 if len(study.results) > 1 else 1
+    across, down = (len(columns), rows) if len(columns) > 1 else (rows, 1)
     figure = new_figure(
-        4.4 * len(columns) + 1.6,
-        3.6 * rows + 0.8,
+        4.4 * across + 1.6,
+        3.6 * down + 0.8,
         f"{study.name}: loss",
         f"Lines: mean over {study.seeds_told}; bands: lowest to highest. "
         f"Differences are between runs with the same seed.",
     )
-    panels = figure.subplots(rows, len(columns), sharex=True, squeeze=False)
+    grid = figure.subplots(down, across, sharex=True, squeeze=False)
+    panels = grid.reshape(rows, len(columns))
     for column, domain in enumerate(columns):
         top = panels[0, column]
         late = []
@@ -119,7 +123,8 @@ def draw_losses(study: StudyResults) -> Figure:
         _set_range(top, late)
         if rows == 2:
             _draw_differences(panels[1, column], study, domain)
-        _token_axis(panels[-1, column])
+    for axes in grid[-1]:
+        _token_axis(axes)
     lines = panels[0, -1].get_lines()
     figure.legend(handles=lines, loc="outside right upper", handlelength=3)
     return figure
@@ -173,6 +178,39 @@ def _losses(
     groups = np.array_split(np.arange(len(at_R)), CURVE_POINTS)
     tokens = np.array([at_R[group].mean() for group in groups])
     return tokens, np.stack([losses_SR[:, group].mean(axis=1) for group in groups], axis=1)
+
+
+def draw_tests(study: StudyResults) -> Figure | None:
+    """Each compared contender's loss minus the reference's: every seed, and the mean with its 95%
+    interval, beside the margin."""
+    comparisons = Comparisons.of(study)
+    if comparisons is None or not comparisons.compared:
+        return None
+    compared, margin = comparisons.compared, comparisons.margin
+    figure = new_figure(
+        9.5,
+        0.42 * len(compared) + 1.7,
+        f"{study.name}: loss minus that of {study.reference.name}",
+        f"Dots: seeds; lines: mean and 95% interval; gray: the margin of ±{margin:g}. Left is "
+        "better.",
+    )
+    axes = figure.subplots()
+    axes.axvspan(-margin, margin, color="#e8e8e8", lw=0, zorder=0)
+    axes.axvline(0, color=REFERENCE_COLOR, lw=0.8)
+    places = {result.name: place for place, result in enumerate(study.results)}
+    for row, (name, each) in enumerate(compared.items()):
+        color = domain_color(places[name])
+        axes.plot(each.differences, [row] * len(each.differences), "o", color=color, alpha=0.35,
+                  markersize=4)  # fmt: skip
+        axes.plot([each.test.low, each.test.high], [row, row], color=color, lw=2.5)
+        axes.plot(each.test.mean, row, "|", color=color, markersize=14, markeredgewidth=2.5)
+    axes.set_yticks(range(len(compared)), list(compared))
+    axes.set(ylim=(len(compared) - 0.5, -0.5), xlabel="nats per token")
+    verdicts = axes.secondary_yaxis("right")
+    verdicts.set_yticks(range(len(compared)), [each.verdict for each in compared.values()])
+    verdicts.tick_params(length=0)
+    verdicts.spines["right"].set_visible(False)
+    return figure
 
 
 def draw_loads(study: StudyResults) -> Figure | None:
@@ -298,6 +336,7 @@ def draw_domain_weights(study: StudyResults) -> Figure | None:
 
 
 FIGURES = {
+    "tests": draw_tests,
     "loss": draw_losses,
     "load": draw_loads,
     "norms": draw_norms,

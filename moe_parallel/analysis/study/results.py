@@ -149,6 +149,7 @@ class Comparison:
     the test, corrected for the number of comparisons (Holm)."""
 
     name: str
+    differences: list[float]
     test: PairedTest
     p: float
     p_beyond: float
@@ -181,7 +182,7 @@ class Comparisons:
         """None if the design states no margin."""
         if (margin := study.design.margin) is None:
             return None
-        told, first, tests = _reasons(study), study.reference, {}
+        told, first, minus, tests = _reasons(study), study.reference, {}, {}
         its = _losses(study, first)
         for each in study.results:
             if each is first or each.name in told:
@@ -189,13 +190,14 @@ class Comparisons:
             losses = _losses(study, each)
             seeds = sorted(losses.keys() & its.keys())
             if len(seeds) > 1:
-                tests[each.name] = PairedTest.of([losses[s] - its[s] for s in seeds], margin)
+                minus[each.name] = [losses[s] - its[s] for s in seeds]
+                tests[each.name] = PairedTest.of(minus[each.name], margin)
             else:
                 few = "have fewer than two finished seeds in common"
                 told[each.name] = f"it and {first.name} {few}"
         p = holm({name: test.p for name, test in tests.items()})
         beyond = holm({name: test.p_beyond for name, test in tests.items()})
-        compared = {n: Comparison(n, test, p[n], beyond[n]) for n, test in tests.items()}
+        compared = {n: Comparison(n, minus[n], tests[n], p[n], beyond[n]) for n in tests}
         return cls(margin, compared, told)
 
 

@@ -166,6 +166,34 @@ def test_loss_curves_are_means_with_a_band_and_differences_from_the_first(all_ki
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
 
 
+def test_one_evaluation_is_no_curve(two_by_two):
+    figure = draw_figures(StudyResults.read(two_by_two))["loss"]
+    assert titles(figure) == ["training", "minus topk, same seed"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["tokens read"] * 2
+    minus = figure.axes[1].lines[1]
+    np.testing.assert_allclose(minus.get_ydata(), [0, 0], atol=1e-12)  # -0.1 and +0.1
+
+
+def test_the_tests_in_a_figure(tmp_path: Path):
+    """D = 0.1, 0.2, 0.3 for aoe: mean 0.2, and its interval is t_.975(2) / 10 sqrt(3) wide."""
+    words, seeds = ["topk", "aoe", "dense"], [1, 2, 3]
+    study = make_study(tmp_path / "study", words, seeds=seeds, design={"margin": 0.5})
+    for seed in seeds:
+        write_cell(study.cell("topk", seed), short_run(4.0, 1.0))
+        write_cell(study.cell("aoe", seed), short_run(4.0 + seed / 10, 1.0))
+    write_cell(study.cell("dense", 1), short_run(5.0, 1.0))  # one seed: reported, not compared
+    (axes,) = draw_figures(StudyResults.read(study))["tests"].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["aoe"]
+    _, dots, interval, mean = axes.lines
+    np.testing.assert_allclose(dots.get_xdata(), [0.1, 0.2, 0.3])
+    np.testing.assert_allclose(interval.get_xdata(), [0.2 - 0.24841, 0.2 + 0.24841], atol=1e-5)
+    np.testing.assert_allclose(mean.get_xdata(), [0.2])
+    (margin,) = axes.patches
+    assert (margin.get_x(), margin.get_width()) == (-0.5, 1.0)
+    (verdicts,) = axes.child_axes
+    assert [label.get_text() for label in verdicts.get_yticklabels()] == ["equivalent"]
+
+
 def test_loads_norms_experts_per_token_and_weights(all_kinds):
     figures = draw_figures(all_kinds)
     names = [title.splitlines()[0] for title in titles(figures["load"])]
