@@ -476,8 +476,8 @@ def tables(cells: Cells) -> dict[str, str]:
         reached, half = sum(map(math.isfinite, halves)), statistics.median(halves)
         gap, p, verdict = "", "", ""
         if each in tests:
-            test, p = tests[each], f"{corrected[each]:.3f}"
-            p = p if corrected[each] >= 0.001 else "< 0.001"
+            test = tests[each]
+            p = f"{corrected[each]:.3f}" if corrected[each] >= 0.001 else "< 0.001"
             gap = f"{test.mean:+.2f} ({test.low:+.2f} to {test.high:+.2f})".replace("-", "−")
             verdict = "worse" if test.mean > 0 else "better"
             if max(-test.low, test.high) < MARGIN:
